@@ -1,0 +1,412 @@
+//! The extension trait: every op this crate adds to Burn, with its contract.
+//!
+//! All defaults call `reference/`, which is made of Burn primitives, so any Burn backend can implement the trait
+//! with an empty body. Float outputs have the dtype of their main input unless said otherwise; statistics,
+//! routing weights and losses are fp32. No op reads a tensor back to the host unless its contract says so.
+
+use burn_backend::{
+    Backend,
+    tensor::{BoolTensor, FloatTensor, IntTensor},
+};
+
+use crate::comm::{CommHandle, ExchangePlan};
+use crate::desc::*;
+use crate::reference;
+
+/// Chosen experts of every token.
+#[derive(Debug, Clone)]
+pub struct RoutePrim<B: Backend> {
+    /// `[T, K]` fp32, differentiable with respect to the logits.
+    pub weights_tk: FloatTensor<B>,
+    /// `[T, K]`, descending by score; ties go to the lower expert id.
+    pub ids_tk: IntTensor<B>,
+}
+
+/// Rows sorted by expert. `R = T*K` slots, slot `t*K + j` is choice j of token t.
+#[derive(Debug, Clone)]
+pub struct ExpertOrderPrim<B: Backend> {
+    /// `[R]`: slot at each sorted position (stable: slots of one expert stay in order).
+    pub slots_r: IntTensor<B>,
+    /// `[R]`: sorted position of each slot (the inverse permutation).
+    pub positions_r: IntTensor<B>,
+    /// `[E + 1]`: rows of expert e are `offsets[e]..offsets[e + 1]`.
+    pub offsets_e1: IntTensor<B>,
+}
+
+/// Stacked expert weights.
+#[derive(Debug, Clone)]
+pub struct ExpertWeightsPrim<B: Backend> {
+    /// `[E, F * up_factor, D]`.
+    pub up: FloatTensor<B>,
+    /// `[E, F * up_factor]`.
+    pub up_bias: Option<FloatTensor<B>>,
+    /// `[E, D, F]`.
+    pub down: FloatTensor<B>,
+    /// `[E, D]`.
+    pub down_bias: Option<FloatTensor<B>>,
+}
+
+/// Result of the expert layer and what its backward keeps.
+#[derive(Debug, Clone)]
+pub struct ExpertMlpPrim<B: Backend> {
+    /// `[T, D]`.
+    pub out_td: FloatTensor<B>,
+    /// `[R, F * up_factor]`, the up product (bias included, before the activation), sorted by expert.
+    pub up_rf: FloatTensor<B>,
+}
+
+/// Gradients of the expert layer.
+#[derive(Debug, Clone)]
+pub struct ExpertMlpGrads<B: Backend> {
+    pub x_td: FloatTensor<B>,
+    /// `[T, K]` fp32; present when routing weights were given.
+    pub weights_tk: Option<FloatTensor<B>>,
+    pub up: FloatTensor<B>,
+    pub up_bias: Option<FloatTensor<B>>,
+    pub down: FloatTensor<B>,
+    pub down_bias: Option<FloatTensor<B>>,
+}
+
+/// Which keys a query sees, beyond causality and window.
+#[derive(Debug, Clone)]
+pub struct AttentionMaskPrim<B: Backend> {
+    /// `[B, S]`: row index at which the document of each token starts; keys before it are hidden.
+    pub doc_start_bs: Option<IntTensor<B>>,
+    /// `[B, Skv]`: true where the key may be seen (padding mask, any pattern).
+    pub key_visible_bs: Option<BoolTensor<B>>,
+}
+
+/// Attention output.
+#[derive(Debug, Clone)]
+pub struct AttentionPrim<B: Backend> {
+    /// `[B, S, H, Dv]`.
+    pub out_bshd: FloatTensor<B>,
+    /// `[B, H, S]` fp32: log of the softmax denominator (sink included).
+    pub lse_bhs: FloatTensor<B>,
+}
+
+/// Attention gradients.
+#[derive(Debug, Clone)]
+pub struct AttentionGrads<B: Backend> {
+    pub q: FloatTensor<B>,
+    pub k: FloatTensor<B>,
+    pub v: FloatTensor<B>,
+    pub sink: Option<FloatTensor<B>>,
+}
+
+/// Inputs of the Mamba-2 scan. `P` head size, `N` state size, heads per group `H / G`.
+#[derive(Debug, Clone)]
+pub struct SsdPrim<B: Backend> {
+    /// `[B, S, H, P]`.
+    pub x: FloatTensor<B>,
+    /// `[B, S, H]`, before bias and softplus.
+    pub dt: FloatTensor<B>,
+    /// `[H]`; the decay is `-exp(a_log)`.
+    pub a_log: FloatTensor<B>,
+    /// `[B, S, G, N]`.
+    pub b: FloatTensor<B>,
+    /// `[B, S, G, N]`.
+    pub c: FloatTensor<B>,
+    /// `[H]`, the skip weight D.
+    pub d: FloatTensor<B>,
+    /// `[H]`.
+    pub dt_bias: FloatTensor<B>,
+    /// `[B, H, P, N]` fp32; zero when absent. No gradient flows into it.
+    pub initial_state: Option<FloatTensor<B>>,
+    /// `[B, S]` row index of each token's document start; the state is reset there.
+    pub doc_start_bs: Option<IntTensor<B>>,
+}
+
+/// Output of the scan.
+#[derive(Debug, Clone)]
+pub struct SsdOutPrim<B: Backend> {
+    /// `[B, S, H, P]`, dtype of x.
+    pub y: FloatTensor<B>,
+    /// `[B, H, P, N]` fp32, state after the last token. Not differentiable.
+    pub final_state: FloatTensor<B>,
+}
+
+/// Gradients of the scan, named like [`SsdPrim`].
+#[derive(Debug, Clone)]
+pub struct SsdGrads<B: Backend> {
+    pub x: FloatTensor<B>,
+    pub dt: FloatTensor<B>,
+    pub a_log: FloatTensor<B>,
+    pub b: FloatTensor<B>,
+    pub c: FloatTensor<B>,
+    pub d: FloatTensor<B>,
+    pub dt_bias: FloatTensor<B>,
+}
+
+/// Loss and, when asked for, its gradients for an upstream gradient of 1.
+#[derive(Debug, Clone)]
+pub struct CrossEntropyPrim<B: Backend> {
+    /// `[1]` fp32: sum over counted rows of `-log p(label)`.
+    pub loss_sum: FloatTensor<B>,
+    /// `([T, D], [V, D])`.
+    pub grads: Option<(FloatTensor<B>, FloatTensor<B>)>,
+}
+
+/// Optimizer state of one parameter.
+#[derive(Debug, Clone)]
+pub struct AdamWPrim<B: Backend> {
+    pub param: FloatTensor<B>,
+    /// First moment.
+    pub m: FloatTensor<B>,
+    /// Second moment.
+    pub v: FloatTensor<B>,
+    /// fp32 copy of the parameter; the update happens here and `param` is its rounding.
+    pub master: Option<FloatTensor<B>>,
+}
+
+/// The mixture-of-experts extension of a Burn backend.
+pub trait MoeBackend: Backend {
+    // ---- routing -------------------------------------------------------------------------------------------
+
+    /// Router logits `[T, E]` to weights and ids. `selection_bias [E]` (fp32) shifts the choice only.
+    /// `replay_tk` fixes the ids (recomputation, tests): weights are then computed for exactly those experts.
+    fn moe_route(
+        logits_te: FloatTensor<Self>,
+        selection_bias_e: Option<FloatTensor<Self>>,
+        replay_tk: Option<IntTensor<Self>>,
+        desc: &RouterDesc,
+    ) -> RoutePrim<Self> {
+        reference::route::route::<Self>(logits_te, selection_bias_e, replay_tk, desc)
+    }
+
+    /// Gradient `[T, E]` (dtype of the logits) of [`MoeBackend::moe_route`] from the gradient of the weights.
+    fn moe_route_backward(
+        logits_te: FloatTensor<Self>,
+        ids_tk: IntTensor<Self>,
+        grad_weights_tk: FloatTensor<Self>,
+        desc: &RouterDesc,
+    ) -> FloatTensor<Self> {
+        reference::route::route_backward::<Self>(logits_te, ids_tk, grad_weights_tk, desc)
+    }
+
+    /// Stable counting sort of the `T*K` slots by expert.
+    fn moe_sort_by_expert(ids_tk: IntTensor<Self>, num_experts: usize) -> ExpertOrderPrim<Self> {
+        reference::permute::sort_by_expert::<Self>(ids_tk, num_experts)
+    }
+
+    /// `rows[r] = x[slots[r] / K]`, `[R, D]`.
+    fn moe_permute(x_td: FloatTensor<Self>, order: &ExpertOrderPrim<Self>, top_k: usize) -> FloatTensor<Self> {
+        reference::permute::permute::<Self>(x_td, order, top_k)
+    }
+
+    /// `out[t] = sum_j weights[t, j] * rows[positions[t*K + j]]`, fp32 sum, one rounding; weights default to 1.
+    fn moe_unpermute(
+        rows_rd: FloatTensor<Self>,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FloatTensor<Self>>,
+        top_k: usize,
+    ) -> FloatTensor<Self> {
+        reference::permute::unpermute::<Self>(rows_rd, order, weights_tk, top_k)
+    }
+
+    /// Gradients of [`MoeBackend::moe_unpermute`]: rows `[R, D]` and weights `[T, K]` fp32.
+    fn moe_unpermute_backward(
+        grad_td: FloatTensor<Self>,
+        rows_rd: FloatTensor<Self>,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FloatTensor<Self>>,
+        top_k: usize,
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
+        reference::permute::unpermute_backward::<Self>(grad_td, rows_rd, order, weights_tk, top_k)
+    }
+
+    // ---- experts -------------------------------------------------------------------------------------------
+
+    /// `out[r] = rows[r] · weight[e]^T` for the rows of each expert: `[R, In] x [E, Out, In] -> [R, Out]`.
+    fn grouped_matmul(rows: FloatTensor<Self>, weight: FloatTensor<Self>, offsets_e1: IntTensor<Self>) -> FloatTensor<Self> {
+        reference::grouped_matmul::grouped_matmul::<Self>(rows, weight, offsets_e1)
+    }
+
+    /// Gradient for the rows, `[R, In]`.
+    fn grouped_matmul_grad_rows(grad: FloatTensor<Self>, weight: FloatTensor<Self>, offsets_e1: IntTensor<Self>) -> FloatTensor<Self> {
+        reference::grouped_matmul::grad_rows::<Self>(grad, weight, offsets_e1)
+    }
+
+    /// Gradient for the weight, `[E, Out, In]`; experts without rows get exact zeros.
+    fn grouped_matmul_grad_weight(grad: FloatTensor<Self>, rows: FloatTensor<Self>, offsets_e1: IntTensor<Self>) -> FloatTensor<Self> {
+        reference::grouped_matmul::grad_weight::<Self>(grad, rows, offsets_e1)
+    }
+
+    /// Gather, up, activation, down, weighted combine. `weights_tk` absent means weight 1 (rows that another rank
+    /// combines). All `[T, D]` to `[T, D]`.
+    fn expert_mlp(
+        x_td: FloatTensor<Self>,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FloatTensor<Self>>,
+        experts: &ExpertWeightsPrim<Self>,
+        top_k: usize,
+        activation: ExpertActivation,
+    ) -> ExpertMlpPrim<Self> {
+        reference::expert_mlp::expert_mlp::<Self>(x_td, order, weights_tk, experts, top_k, activation)
+    }
+
+    /// Gradients of [`MoeBackend::expert_mlp`] from its inputs and the kept up product.
+    fn expert_mlp_backward(
+        grad_td: FloatTensor<Self>,
+        x_td: FloatTensor<Self>,
+        up_rf: FloatTensor<Self>,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FloatTensor<Self>>,
+        experts: &ExpertWeightsPrim<Self>,
+        top_k: usize,
+        activation: ExpertActivation,
+    ) -> ExpertMlpGrads<Self> {
+        reference::expert_mlp::expert_mlp_backward::<Self>(grad_td, x_td, up_rf, order, weights_tk, experts, top_k, activation)
+    }
+
+    /// Send rows to other ranks and receive theirs: `[sum(plan.send), D] -> [sum(plan.recv), D]`, blocks in rank
+    /// order. The backward is the same op with `plan.reversed()`. A failed exchange poisons `comm` (see
+    /// [`CommHandle::check`]) and returns zeros, because a backward step cannot return an error.
+    fn exchange_rows(rows: FloatTensor<Self>, plan: &ExchangePlan, comm: &CommHandle) -> FloatTensor<Self> {
+        reference::exchange::exchange_rows::<Self>(rows, plan, comm)
+    }
+
+    // ---- attention, norms, positions -----------------------------------------------------------------------
+
+    /// Grouped-query attention. q `[B, Sq, H, Dk]`, k `[B, Skv, Hkv, Dk]`, v `[B, Skv, Hkv, Dv]`, `Skv >= Sq`: query i
+    /// has row index `i + Skv - Sq`. Query head h uses key head `h / (H / Hkv)`. `sink_h [H]` is an extra logit in the
+    /// softmax denominator without a value. Query rows that see no key return zeros.
+    fn flash_attention(
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        sink_h: Option<FloatTensor<Self>>,
+        mask: &AttentionMaskPrim<Self>,
+        desc: &AttentionDesc,
+    ) -> AttentionPrim<Self> {
+        reference::attention::attention::<Self>(q, k, v, sink_h, mask, desc)
+    }
+
+    /// Gradients of [`MoeBackend::flash_attention`].
+    fn flash_attention_backward(
+        grad_bshd: FloatTensor<Self>,
+        q: FloatTensor<Self>,
+        k: FloatTensor<Self>,
+        v: FloatTensor<Self>,
+        sink_h: Option<FloatTensor<Self>>,
+        mask: &AttentionMaskPrim<Self>,
+        out: &AttentionPrim<Self>,
+        desc: &AttentionDesc,
+    ) -> AttentionGrads<Self> {
+        reference::attention::attention_backward::<Self>(grad_bshd, q, k, v, sink_h, mask, out, desc)
+    }
+
+    /// RMSNorm over the last axis, statistics in fp32. x of any rank, weight `[D]`.
+    fn rms_norm(x: FloatTensor<Self>, weight_d: FloatTensor<Self>, desc: &NormDesc) -> FloatTensor<Self> {
+        reference::rms_norm::rms_norm::<Self>(x, weight_d, desc)
+    }
+
+    /// Gradients (x, weight).
+    fn rms_norm_backward(
+        grad: FloatTensor<Self>,
+        x: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        reference::rms_norm::rms_norm_backward::<Self>(grad, x, weight_d, desc)
+    }
+
+    /// Mamba-2 gated norm: `v = y * silu(z)` in fp32, RMSNorm of v per group of `D / groups` channels, times weight.
+    fn gated_rms_norm(
+        y: FloatTensor<Self>,
+        z: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        groups: usize,
+        eps: f32,
+    ) -> FloatTensor<Self> {
+        reference::gated_rms_norm::gated_rms_norm::<Self>(y, z, weight_d, groups, eps)
+    }
+
+    /// Gradients (y, z, weight).
+    fn gated_rms_norm_backward(
+        grad: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        z: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        groups: usize,
+        eps: f32,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        reference::gated_rms_norm::gated_rms_norm_backward::<Self>(grad, y, z, weight_d, groups, eps)
+    }
+
+    /// Rotary embedding of `[B, S, H, D]` by `cos`, `sin` `[B or 1, S, D_rot / 2]`; channels past `D_rot` pass through.
+    /// The backward is the same op with negated `sin`.
+    fn rope(x_bshd: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>, layout: RopeLayout) -> FloatTensor<Self> {
+        reference::rope::rope::<Self>(x_bshd, cos, sin, layout)
+    }
+
+    // ---- Mamba-2 -------------------------------------------------------------------------------------------
+
+    /// Depthwise causal convolution `[B, S, C]` with `weight [C, Kw]` and optional bias, then SiLU if asked.
+    /// Taps before `doc_start` (or before the row) read zero; `history [B, Kw - 1, C]` replaces the zeros before the row.
+    fn causal_conv1d(
+        x_bsc: FloatTensor<Self>,
+        weight_ck: FloatTensor<Self>,
+        bias_c: Option<FloatTensor<Self>>,
+        history: Option<FloatTensor<Self>>,
+        doc_start_bs: Option<IntTensor<Self>>,
+        silu: bool,
+    ) -> FloatTensor<Self> {
+        reference::causal_conv1d::causal_conv1d::<Self>(x_bsc, weight_ck, bias_c, history, doc_start_bs, silu)
+    }
+
+    /// Gradients (x, weight, bias) of [`MoeBackend::causal_conv1d`] without history.
+    fn causal_conv1d_backward(
+        grad_bsc: FloatTensor<Self>,
+        x_bsc: FloatTensor<Self>,
+        weight_ck: FloatTensor<Self>,
+        bias_c: Option<FloatTensor<Self>>,
+        doc_start_bs: Option<IntTensor<Self>>,
+        silu: bool,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, Option<FloatTensor<Self>>) {
+        reference::causal_conv1d::causal_conv1d_backward::<Self>(grad_bsc, x_bsc, weight_ck, bias_c, doc_start_bs, silu)
+    }
+
+    /// Mamba-2 selective scan, chunked (spec: Dao and Gu 2024, "Transformers are SSMs"), fp32 inside.
+    fn ssd_scan(input: SsdPrim<Self>, desc: &SsdDesc) -> SsdOutPrim<Self> {
+        reference::ssd_scan::ssd_scan::<Self>(input, desc)
+    }
+
+    /// Gradients of [`MoeBackend::ssd_scan`] with respect to y only.
+    fn ssd_scan_backward(grad_y: FloatTensor<Self>, input: SsdPrim<Self>, desc: &SsdDesc) -> SsdGrads<Self> {
+        reference::ssd_scan::ssd_scan_backward::<Self>(grad_y, input, desc)
+    }
+
+    // ---- loss, optimizer, matmul ---------------------------------------------------------------------------
+
+    /// Cross entropy of `hidden [T, D] x weight [V, D]^T` against `labels [T]`, without keeping the full logits.
+    fn linear_cross_entropy(
+        hidden_td: FloatTensor<Self>,
+        weight_vd: FloatTensor<Self>,
+        labels_t: IntTensor<Self>,
+        with_grads: bool,
+        desc: &CrossEntropyDesc,
+    ) -> CrossEntropyPrim<Self> {
+        reference::linear_cross_entropy::linear_cross_entropy::<Self>(hidden_td, weight_vd, labels_t, with_grads, desc)
+    }
+
+    /// One AdamW update. `grad_scale [1]` (fp32, e.g. from global-norm clipping) multiplies the gradient.
+    fn adamw_step(
+        state: AdamWPrim<Self>,
+        grad: FloatTensor<Self>,
+        grad_scale: Option<FloatTensor<Self>>,
+        desc: &AdamWDesc,
+    ) -> AdamWPrim<Self> {
+        reference::adamw::adamw_step::<Self>(state, grad, grad_scale, desc)
+    }
+
+    /// Where [`crate::EpBackend`] sends `float_matmul`. Accelerators override it with a faster library.
+    fn routed_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_matmul(lhs, rhs)
+    }
+
+    /// Where [`crate::EpBackend`] sends `linear`: `x [.., in] · weight [in, out] + bias [out]`.
+    fn routed_linear(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> {
+        Self::linear(x, weight, bias)
+    }
+}

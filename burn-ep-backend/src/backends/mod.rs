@@ -1,0 +1,7 @@
+//! Which backend implements which op with what. An op that is not listed runs its reference.
+//!
+//! | op | Flex (CPU) |
+//! | --- | --- |
+//! | all | see `flex.rs` |
+
+mod flex;

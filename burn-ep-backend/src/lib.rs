@@ -1,0 +1,27 @@
+//! A Burn backend decorator for mixture-of-experts models.
+//!
+//! [`EpBackend<B>`] wraps any Burn backend that implements [`MoeBackend`]. It keeps B's own tensors,
+//! delegates every Burn op, reroutes the ops Burn does slowly, and adds the ops Burn lacks.
+//!
+//! Each op lives in four files of the same name: `ops/` (public and checked), `reference/` (plain Burn
+//! tensors, the default on every backend), `flex/` (CPU kernels), `autodiff/` (its backward).
+//!
+//! Shape legend of the whole crate: `B` batch, `S` sequence, `T = B*S` tokens, `D` hidden width, `V` vocabulary,
+//! `E` experts, `K` experts per token, `R = T*K` routed rows, `F` expert width, `H` heads, `G` groups, `P` head size,
+//! `N` state size. Tensor names carry their shape: `x_td`, `rows_rd`, `ids_tk`.
+
+mod autodiff;
+mod backend;
+mod backends;
+pub mod comm;
+mod decorator;
+mod desc;
+mod error;
+mod flex;
+pub mod ops;
+pub mod reference;
+
+pub use backend::*;
+pub use decorator::EpBackend;
+pub use desc::*;
+pub use error::{OpError, Result};

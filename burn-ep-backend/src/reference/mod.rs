@@ -1,0 +1,15 @@
+//! Plain Burn tensors, readable first: what every kernel is checked against, and the default on every backend.
+
+pub mod adamw;
+pub mod attention;
+pub mod causal_conv1d;
+pub mod exchange;
+pub mod expert_mlp;
+pub mod gated_rms_norm;
+pub mod grouped_matmul;
+pub mod linear_cross_entropy;
+pub mod permute;
+pub mod rms_norm;
+pub mod rope;
+pub mod route;
+pub mod ssd_scan;

@@ -1,0 +1,10 @@
+//! Fine-tune mixture-of-experts language models with Burn, from Hugging Face checkpoint to Hugging Face checkpoint.
+//!
+//! The modules are listed in the order in which a batch meets them; `ARCHITECTURE.md` walks one batch through them.
+
+pub mod backend;
+pub mod batch;
+pub mod error;
+pub mod model;
+
+pub use error::{Error, Result};
