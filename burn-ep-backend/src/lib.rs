@@ -20,6 +20,8 @@ mod error;
 mod flex;
 pub mod ops;
 pub mod reference;
+#[cfg(test)]
+mod testing;
 
 pub use backend::*;
 pub use decorator::EpBackend;

@@ -1,1 +1,8 @@
 //! CPU kernels on flat slices, parallel with rayon. One file per op, named like the op.
+
+pub(crate) mod causal_conv1d;
+pub(crate) mod gated_rms_norm;
+pub(crate) mod matrix;
+pub(crate) mod rms_norm;
+pub(crate) mod rope;
+pub(crate) mod slice;

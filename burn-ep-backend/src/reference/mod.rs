@@ -9,6 +9,7 @@ pub mod gated_rms_norm;
 pub mod grouped_matmul;
 pub mod linear_cross_entropy;
 pub mod permute;
+pub(crate) mod prim;
 pub mod rms_norm;
 pub mod rope;
 pub mod route;

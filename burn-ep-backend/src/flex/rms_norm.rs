@@ -1,0 +1,73 @@
+//! RMSNorm on the CPU: one pass over each row in fp32.
+
+use burn_backend::DType;
+use burn_flex::{Flex, FlexTensor};
+use rayon::prelude::*;
+
+use super::slice::{f32s, from_f32s, round_to, sum_over_rows};
+use crate::desc::{NormDesc, NormRounding};
+use crate::reference;
+
+pub(crate) fn rms_norm(x: FlexTensor, weight_d: FlexTensor, desc: &NormDesc) -> FlexTensor {
+    if x.dtype() == DType::F64 {
+        return reference::rms_norm::rms_norm::<Flex>(x, weight_d, desc);
+    }
+    let (x_rd, w_d) = (f32s(&x), f32s(&weight_d));
+    let width = w_d.len();
+    let y_dtype = match desc.rounding {
+        NormRounding::Llama => x.dtype(),
+        NormRounding::Fp32Product => DType::F32,
+    };
+    let mut out_rd = vec![0.0; x_rd.len()];
+    out_rd
+        .par_chunks_mut(width)
+        .zip(x_rd.par_chunks(width))
+        .with_min_len(16)
+        .for_each(|(out_d, x_d)| {
+            let inverse = inverse_rms(x_d, desc.eps);
+            for ((out, &x), &w) in out_d.iter_mut().zip(x_d).zip(&*w_d) {
+                *out = round_to(x * inverse, y_dtype) * w;
+            }
+        });
+    from_f32s(out_rd, x.layout().shape().clone(), x.dtype())
+}
+
+pub(crate) fn rms_norm_backward(grad: FlexTensor, x: FlexTensor, weight_d: FlexTensor, desc: &NormDesc) -> (FlexTensor, FlexTensor) {
+    if x.dtype() == DType::F64 {
+        return reference::rms_norm::rms_norm_backward::<Flex>(grad, x, weight_d, desc);
+    }
+    let (grad_rd, x_rd, w_d) = (f32s(&grad), f32s(&x), f32s(&weight_d));
+    let width = w_d.len();
+    let mut dx_rd = vec![0.0; x_rd.len()];
+    dx_rd
+        .par_chunks_mut(width)
+        .zip(x_rd.par_chunks(width).zip(grad_rd.par_chunks(width)))
+        .with_min_len(16)
+        .for_each(|(dx_d, (x_d, grad_d))| {
+            let inverse = inverse_rms(x_d, desc.eps);
+            let products: f32 = x_d.iter().zip(grad_d).zip(&*w_d).map(|((x, g), w)| x * g * w).sum();
+            let pull = products / width as f32 * inverse * inverse;
+            for (((dx, &x), &g), &w) in dx_d.iter_mut().zip(x_d).zip(grad_d).zip(&*w_d) {
+                *dx = (g * w - x * pull) * inverse;
+            }
+        });
+    let dweight_d = sum_over_rows(x_rd.len() / width, width, |rows, sum_d| {
+        for row in rows {
+            let x_d = &x_rd[row * width..(row + 1) * width];
+            let grad_d = &grad_rd[row * width..(row + 1) * width];
+            let inverse = inverse_rms(x_d, desc.eps);
+            for ((sum, &x), &g) in sum_d.iter_mut().zip(x_d).zip(grad_d) {
+                *sum += g * x * inverse;
+            }
+        }
+    });
+    (
+        from_f32s(dx_rd, x.layout().shape().clone(), x.dtype()),
+        from_f32s(dweight_d, [width], weight_d.dtype()),
+    )
+}
+
+fn inverse_rms(x_d: &[f32], eps: f32) -> f32 {
+    let squares: f32 = x_d.iter().map(|x| x * x).sum();
+    1.0 / (squares / x_d.len() as f32 + eps).sqrt()
+}
