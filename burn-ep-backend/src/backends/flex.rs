@@ -2,7 +2,7 @@
 
 use burn_flex::{Flex, FlexTensor};
 
-use crate::backend::MoeBackend;
+use crate::backend::*;
 use crate::desc::*;
 use crate::flex;
 
@@ -12,6 +12,30 @@ impl MoeBackend for Flex {
     // ---- experts ----
 
     // ---- attention, norms, positions ----
+
+    fn flash_attention(
+        q: FlexTensor,
+        k: FlexTensor,
+        v: FlexTensor,
+        sink_h: Option<FlexTensor>,
+        mask: &AttentionMaskPrim<Self>,
+        desc: &AttentionDesc,
+    ) -> AttentionPrim<Self> {
+        flex::attention::attention(q, k, v, sink_h, mask, desc)
+    }
+
+    fn flash_attention_backward(
+        grad_bshd: FlexTensor,
+        q: FlexTensor,
+        k: FlexTensor,
+        v: FlexTensor,
+        sink_h: Option<FlexTensor>,
+        mask: &AttentionMaskPrim<Self>,
+        out: &AttentionPrim<Self>,
+        desc: &AttentionDesc,
+    ) -> AttentionGrads<Self> {
+        flex::attention::attention_backward(grad_bshd, q, k, v, sink_h, mask, out, desc)
+    }
 
     fn rms_norm(x: FlexTensor, weight_d: FlexTensor, desc: &NormDesc) -> FlexTensor {
         flex::rms_norm::rms_norm(x, weight_d, desc)

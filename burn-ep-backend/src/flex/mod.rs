@@ -1,5 +1,6 @@
 //! CPU kernels on flat slices, parallel with rayon. One file per op, named like the op.
 
+pub(crate) mod attention;
 pub(crate) mod causal_conv1d;
 pub(crate) mod gated_rms_norm;
 pub(crate) mod matrix;
