@@ -88,5 +88,13 @@ impl MoeBackend for Flex {
         flex::causal_conv1d::causal_conv1d_backward(grad_bsc, x_bsc, weight_ck, bias_c, doc_start_bs, silu)
     }
 
+    fn ssd_scan(input: SsdPrim<Self>, desc: &SsdDesc) -> SsdOutPrim<Self> {
+        flex::ssd_scan::ssd_scan(input, desc)
+    }
+
+    fn ssd_scan_backward(grad_y: FlexTensor, input: SsdPrim<Self>, desc: &SsdDesc) -> SsdGrads<Self> {
+        flex::ssd_scan::ssd_scan_backward(grad_y, input, desc)
+    }
+
     // ---- loss, optimizer ----
 }

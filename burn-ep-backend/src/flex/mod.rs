@@ -7,3 +7,5 @@ pub(crate) mod matrix;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
 pub(crate) mod slice;
+pub(crate) mod ssd_chunk;
+pub(crate) mod ssd_scan;
