@@ -4,6 +4,7 @@
 
 pub mod backend;
 pub mod batch;
+pub mod data;
 pub mod error;
 pub mod model;
 

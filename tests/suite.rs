@@ -1,0 +1,3 @@
+//! Every cross-crate test, in one binary.
+
+mod training;
