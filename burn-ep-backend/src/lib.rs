@@ -24,6 +24,6 @@ pub mod reference;
 mod testing;
 
 pub use backend::*;
-pub use decorator::EpBackend;
+pub use decorator::{EpBackend, Routing, with_routing};
 pub use desc::*;
 pub use error::{OpError, Result};
