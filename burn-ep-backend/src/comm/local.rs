@@ -1,47 +1,502 @@
 //! Threads of one process as ranks: the transport of CPU tests and of ep = 1.
-#![allow(unused)]
+//!
+//! Every operation is a round: each rank posts its part without blocking, waits until all parts are there, and takes
+//! what is addressed to it. A rank that is ahead may post its next rounds while others still wait in this one.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
 use super::Communicator;
-use crate::error::Result;
+use crate::error::{OpError, Result};
+
+/// How long a rank waits for the others unless told otherwise.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
 
 /// One rank of an in-process group.
+///
+/// A wait ends with an error that names the missing ranks when its timeout is over, when a rank calls
+/// [`abort`](Communicator::abort), when ranks call different operations, and when a rank that is waited for has dropped
+/// its communicator (its thread ended). Any such error ends the whole group.
 #[derive(Debug)]
-pub struct LocalCommunicator {}
+pub struct LocalCommunicator {
+    rank: usize,
+    timeout: Duration,
+    hub: Arc<Hub>,
+}
 
 impl LocalCommunicator {
     /// A group of `world` ranks; give one communicator to each thread.
     pub fn group(world: usize) -> Vec<Self> {
-        todo!()
+        let hub = Arc::new(Hub {
+            world,
+            state: Mutex::new(State {
+                rounds: BTreeMap::new(),
+                ranks: vec![RankState::default(); world],
+                failure: None,
+            }),
+            changed: Condvar::new(),
+        });
+        let member = |rank| Self {
+            rank,
+            timeout: DEFAULT_TIMEOUT,
+            hub: hub.clone(),
+        };
+        (0..world).map(member).collect()
     }
 
     /// A group of one.
     pub fn single() -> Self {
-        todo!()
+        Self::group(1).remove(0)
+    }
+
+    /// The same rank with another limit for each wait (60 s by default).
+    pub fn with_timeout(mut self, timeout: Duration) -> Self {
+        self.timeout = timeout;
+        self
+    }
+
+    /// Posts `part` to this rank's next round, waits for all ranks, and takes from their parts.
+    fn round<T>(&self, call: Call, part: Part, take: impl FnOnce(&mut [Part]) -> T) -> Result<T> {
+        let mut state = self.hub.lock();
+        state.refuse_failed().map_err(|why| self.error(call, why))?;
+        let sequence = state.ranks[self.rank].next;
+        state.ranks[self.rank].next += 1;
+        state.ranks[self.rank].last = Some((sequence, call));
+        let round = state.rounds.entry(sequence).or_insert_with(|| Round {
+            call,
+            opened_by: self.rank,
+            parts: Vec::from_iter((0..self.hub.world).map(|_| None)),
+            taken: 0,
+        });
+        if round.call != call {
+            let why = format!(
+                "operation {sequence}: rank {} called {call} while rank {} called {}",
+                self.rank, round.opened_by, round.call
+            );
+            return Err(self.fail(state, call, why));
+        }
+        round.parts[self.rank] = Some(part);
+        if round.missing().is_empty() {
+            self.hub.changed.notify_all();
+        }
+
+        let deadline = Instant::now() + self.timeout;
+        loop {
+            state.refuse_failed().map_err(|why| self.error(call, why))?;
+            let missing = state.rounds[&sequence].missing();
+            if missing.is_empty() {
+                break;
+            }
+            if let Some(gone) = missing.iter().find(|&&r| state.ranks[r].gone) {
+                let why = format!("operation {sequence}: {} left the group", state.describe(*gone));
+                return Err(self.fail(state, call, why));
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                let who: Vec<String> = missing.iter().map(|&r| state.describe(r)).collect();
+                let why = format!(
+                    "operation {sequence}: waited {:?} for {}; a rank that fails must abort the group, and all ranks must call the same operations",
+                    self.timeout,
+                    who.join(", ")
+                );
+                return Err(self.fail(state, call, why));
+            }
+            state = self
+                .hub
+                .changed
+                .wait_timeout(state, deadline - now)
+                .unwrap_or_else(|e| e.into_inner())
+                .0;
+        }
+
+        let round = state
+            .rounds
+            .get_mut(&sequence)
+            .expect("a round lives until every rank has taken from it");
+        let mut parts: Vec<Part> = round
+            .parts
+            .iter_mut()
+            .map(|p| p.as_mut().expect("complete").share(self.rank))
+            .collect();
+        round.taken += 1;
+        if round.taken == self.hub.world {
+            state.rounds.remove(&sequence);
+        }
+        drop(state);
+        Ok(take(&mut parts))
+    }
+
+    fn error(&self, call: Call, why: String) -> OpError {
+        OpError::Comm {
+            rank: self.rank,
+            world: self.hub.world,
+            op: call.op,
+            why,
+        }
+    }
+
+    /// Ends the group: the others must not wait for a rank that gave up.
+    fn fail(&self, mut state: MutexGuard<'_, State>, call: Call, why: String) -> OpError {
+        let error = self.error(call, why);
+        state.failure.get_or_insert_with(|| error.to_string());
+        self.hub.changed.notify_all();
+        error
+    }
+}
+
+impl Drop for LocalCommunicator {
+    fn drop(&mut self) {
+        self.hub.lock().ranks[self.rank].gone = true;
+        self.hub.changed.notify_all();
     }
 }
 
 impl Communicator for LocalCommunicator {
     fn rank(&self) -> usize {
-        todo!()
+        self.rank
     }
+
     fn world(&self) -> usize {
-        todo!()
+        self.hub.world
     }
+
     fn all_to_all(&self, send: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-        todo!()
+        let call = Call::new("all_to_all");
+        if send.len() != self.hub.world {
+            let why = format!("rank {} has {} payloads for {} ranks", self.rank, send.len(), self.hub.world);
+            return Err(self.fail(self.hub.lock(), call, why));
+        }
+        self.round(call, Part::ForEach(send), |parts| parts.iter_mut().map(Part::bytes).collect())
     }
+
     fn all_gather(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        todo!()
+        let part = Part::ForAll(Arc::new(bytes));
+        self.round(Call::new("all_gather"), part, |parts| parts.iter_mut().map(Part::bytes).collect())
     }
+
     fn all_reduce_sum(&self, values: &mut [f32]) -> Result<()> {
-        todo!()
+        let call = Call::reduce("all_reduce_sum", values.len());
+        let part = Part::F32(Arc::new(values.to_vec()));
+        self.round(call, part, |parts| {
+            sum_in_rank_order(values, parts.iter().map(|p| if let Part::F32(v) = p { v.as_slice() } else { &[] }));
+        })
     }
+
     fn all_reduce_sum_f64(&self, values: &mut [f64]) -> Result<()> {
-        todo!()
+        let call = Call::reduce("all_reduce_sum_f64", values.len());
+        let part = Part::F64(Arc::new(values.to_vec()));
+        self.round(call, part, |parts| {
+            sum_in_rank_order(values, parts.iter().map(|p| if let Part::F64(v) = p { v.as_slice() } else { &[] }));
+        })
     }
+
     fn barrier(&self) -> Result<()> {
-        todo!()
+        self.round(Call::new("barrier"), Part::Nothing, |_| ())
     }
+
     fn abort(&self, why: &str) {
-        todo!()
+        let mut state = self.hub.lock();
+        let rank = self.rank;
+        state.failure.get_or_insert_with(|| format!("rank {rank} aborted the group: {why}"));
+        self.hub.changed.notify_all();
+    }
+}
+
+/// `out = parts[0] + parts[1] + ..`: the same order, hence the same bits, on every rank.
+fn sum_in_rank_order<'a, T: Copy + std::ops::AddAssign + 'a>(out: &mut [T], mut parts: impl Iterator<Item = &'a [T]>) {
+    if let Some(first) = parts.next() {
+        out.copy_from_slice(first);
+    }
+    for part in parts {
+        for (sum, value) in out.iter_mut().zip(part) {
+            *sum += *value;
+        }
+    }
+}
+
+/// What the ranks of a group share.
+#[derive(Debug)]
+struct Hub {
+    world: usize,
+    state: Mutex<State>,
+    changed: Condvar,
+}
+
+impl Hub {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // A panic inside the lock leaves at worst an unfinished round, which the timeout reports.
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+#[derive(Debug)]
+struct State {
+    /// Rounds that some rank has not left yet, by sequence number.
+    rounds: BTreeMap<u64, Round>,
+    ranks: Vec<RankState>,
+    /// Why the group has ended.
+    failure: Option<String>,
+}
+
+impl State {
+    fn refuse_failed(&self) -> Result<(), String> {
+        match &self.failure {
+            Some(why) => Err(format!("the group has ended: {why}")),
+            None => Ok(()),
+        }
+    }
+
+    fn describe(&self, rank: usize) -> String {
+        match self.ranks[rank].last {
+            Some((sequence, call)) => format!("rank {rank} (its last operation: {sequence}, {call})"),
+            None => format!("rank {rank} (it has not called any operation)"),
+        }
+    }
+}
+
+#[derive(Debug, Clone, Default)]
+struct RankState {
+    /// Sequence number of this rank's next operation.
+    next: u64,
+    last: Option<(u64, Call)>,
+    /// Its communicator was dropped.
+    gone: bool,
+}
+
+/// One operation of the group.
+#[derive(Debug)]
+struct Round {
+    call: Call,
+    opened_by: usize,
+    parts: Vec<Option<Part>>,
+    /// Ranks that have taken their result.
+    taken: usize,
+}
+
+impl Round {
+    fn missing(&self) -> Vec<usize> {
+        (0..self.parts.len()).filter(|&r| self.parts[r].is_none()).collect()
+    }
+}
+
+/// What all ranks must agree on.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Call {
+    op: &'static str,
+    /// Values reduced.
+    len: Option<usize>,
+}
+
+impl Call {
+    fn new(op: &'static str) -> Self {
+        Self { op, len: None }
+    }
+
+    fn reduce(op: &'static str, len: usize) -> Self {
+        Self { op, len: Some(len) }
+    }
+}
+
+impl fmt::Display for Call {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.len {
+            Some(len) => write!(f, "{} of {len} values", self.op),
+            None => f.write_str(self.op),
+        }
+    }
+}
+
+/// What one rank gives to a round.
+#[derive(Debug)]
+enum Part {
+    Nothing,
+    /// One payload for each rank.
+    ForEach(Vec<Vec<u8>>),
+    /// A payload that was meant for one rank.
+    ForOne(Vec<u8>),
+    ForAll(Arc<Vec<u8>>),
+    F32(Arc<Vec<f32>>),
+    F64(Arc<Vec<f64>>),
+}
+
+impl Part {
+    /// The share of `rank`: moved out when it is for that rank alone.
+    fn share(&mut self, rank: usize) -> Self {
+        match self {
+            Self::Nothing => Self::Nothing,
+            Self::ForEach(payloads) => Self::ForOne(std::mem::take(&mut payloads[rank])),
+            Self::ForOne(bytes) => Self::ForOne(std::mem::take(bytes)),
+            Self::ForAll(bytes) => Self::ForAll(bytes.clone()),
+            Self::F32(values) => Self::F32(values.clone()),
+            Self::F64(values) => Self::F64(values.clone()),
+        }
+    }
+
+    fn bytes(&mut self) -> Vec<u8> {
+        match self {
+            Self::ForOne(bytes) => std::mem::take(bytes),
+            Self::ForAll(bytes) => bytes.to_vec(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::thread;
+
+    /// Runs `f` on every rank at once and returns the results in rank order.
+    fn on_ranks<T: Send>(group: Vec<LocalCommunicator>, f: impl Fn(LocalCommunicator) -> T + Sync) -> Vec<T> {
+        thread::scope(|scope| {
+            let threads: Vec<_> = group.into_iter().map(|comm| scope.spawn(|| f(comm))).collect();
+            threads.into_iter().map(|t| t.join().unwrap()).collect()
+        })
+    }
+
+    #[test]
+    fn all_to_all_delivers_in_rank_order_also_without_payload() {
+        let received = on_ranks(LocalCommunicator::group(3), |comm| {
+            // Rank r sends r copies of 10 r + i to rank i: rank 0 sends nothing.
+            let send = (0..3u8).map(|i| vec![10 * comm.rank() as u8 + i; comm.rank()]).collect();
+            comm.all_to_all(send).unwrap()
+        });
+        for (i, from) in received.iter().enumerate() {
+            let i = i as u8;
+            assert_eq!(*from, [vec![], vec![10 + i], vec![20 + i; 2]]);
+        }
+    }
+
+    #[test]
+    fn sums_have_the_same_bits_on_every_rank() {
+        // 1e8 + 1 - 1e8 depends on the order in fp32.
+        let parts = [1e8f32, 1.0, -1e8, 0.25];
+        let expected = ((parts[0] + parts[1]) + parts[2]) + parts[3];
+        let sums = on_ranks(LocalCommunicator::group(4), |comm| {
+            let mut single = [parts[comm.rank()]];
+            let mut double = [f64::from(parts[comm.rank()])];
+            comm.all_reduce_sum(&mut single).unwrap();
+            comm.all_reduce_sum_f64(&mut double).unwrap();
+            (single[0].to_bits(), double[0])
+        });
+        assert!(sums.iter().all(|s| *s == (expected.to_bits(), 1.25)), "{sums:?}");
+    }
+
+    #[test]
+    fn a_fast_rank_may_run_ahead_without_mixing_rounds() {
+        let sums = on_ranks(LocalCommunicator::group(2), |comm| {
+            (0..200u32)
+                .map(|step| {
+                    if comm.rank() == 1 && step % 50 == 0 {
+                        thread::sleep(Duration::from_millis(2));
+                    }
+                    let gathered = comm.all_gather(step.to_le_bytes().to_vec()).unwrap();
+                    comm.barrier().unwrap();
+                    gathered.iter().map(|b| u32::from_le_bytes(b[..].try_into().unwrap())).sum::<u32>()
+                })
+                .collect::<Vec<_>>()
+        });
+        let expected: Vec<u32> = (0..200).map(|step| 2 * step).collect();
+        assert_eq!(sums, [expected.clone(), expected]);
+    }
+
+    #[test]
+    fn a_timeout_names_rank_operation_and_who_is_missing() {
+        let mut group = LocalCommunicator::group(3);
+        let _late = group.remove(2);
+        let errors = on_ranks(group, |comm| {
+            let limit = Duration::from_millis(50 + 2000 * comm.rank() as u64);
+            let comm = comm.with_timeout(limit);
+            comm.barrier().unwrap_err().to_string()
+        });
+        assert!(
+            errors[0].starts_with("rank 0 of 3: barrier: operation 0: waited 50ms for rank 2"),
+            "{}",
+            errors[0]
+        );
+        assert!(
+            errors[1].contains("the group has ended: rank 0"),
+            "rank 1 must not wait out its own limit: {}",
+            errors[1]
+        );
+    }
+
+    #[test]
+    fn different_operations_are_an_error_on_both_ranks() {
+        let errors = on_ranks(LocalCommunicator::group(2), |comm| match comm.rank() {
+            0 => comm.all_to_all(vec![vec![], vec![]]).unwrap_err().to_string(),
+            _ => {
+                thread::sleep(Duration::from_millis(20));
+                comm.all_reduce_sum(&mut [0.0; 3]).unwrap_err().to_string()
+            }
+        });
+        for error in errors {
+            assert!(
+                error.contains("rank 1 called all_reduce_sum of 3 values while rank 0 called all_to_all"),
+                "{error}"
+            );
+        }
+    }
+
+    #[test]
+    fn reductions_of_different_length_are_an_error() {
+        let errors = on_ranks(LocalCommunicator::group(2), |comm| {
+            comm.all_reduce_sum(&mut vec![1.0; 2 + comm.rank()]).unwrap_err().to_string()
+        });
+        assert!(
+            errors.iter().all(|e| e.contains("of 2 values") && e.contains("of 3 values")),
+            "{errors:?}"
+        );
+    }
+
+    #[test]
+    fn an_abort_wakes_waiting_ranks_and_lasts() {
+        let started = Instant::now();
+        let errors = on_ranks(LocalCommunicator::group(2), |comm| {
+            if comm.rank() == 1 {
+                thread::sleep(Duration::from_millis(20));
+                comm.abort("loss is not a number");
+            }
+            let first = comm.barrier().unwrap_err().to_string();
+            let later = comm.all_gather(vec![]).unwrap_err().to_string();
+            [first, later]
+        });
+        for error in errors.iter().flatten() {
+            assert!(error.contains("rank 1 aborted the group: loss is not a number"), "{error}");
+        }
+        assert!(started.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn a_rank_that_ends_early_is_reported_at_once() {
+        let started = Instant::now();
+        let results = on_ranks(LocalCommunicator::group(2), |comm| {
+            comm.barrier().unwrap();
+            if comm.rank() == 0 { Ok(()) } else { comm.barrier() }
+        });
+        let error = results[1].as_ref().unwrap_err().to_string();
+        assert!(error.contains("rank 0 (its last operation: 0, barrier) left the group"), "{error}");
+        assert!(started.elapsed() < Duration::from_secs(5));
+    }
+
+    #[test]
+    fn a_wrong_number_of_payloads_ends_the_group() {
+        let errors = on_ranks(LocalCommunicator::group(2), |comm| {
+            comm.all_to_all(vec![vec![]; 1 + comm.rank()]).unwrap_err().to_string()
+        });
+        assert!(errors.iter().all(|e| e.contains("rank 0 has 1 payloads for 2 ranks")), "{errors:?}");
+    }
+
+    #[test]
+    fn a_group_of_one_needs_no_other() {
+        let comm = LocalCommunicator::single();
+        assert_eq!((comm.rank(), comm.world()), (0, 1));
+        assert_eq!(comm.all_to_all(vec![vec![7]]).unwrap(), [[7]]);
+        let mut values = [2.5];
+        comm.all_reduce_sum(&mut values).unwrap();
+        assert_eq!(values, [2.5]);
+        comm.barrier().unwrap();
     }
 }
