@@ -5,6 +5,7 @@
 pub mod backend;
 pub mod batch;
 pub mod data;
+pub mod dispatch;
 pub mod error;
 pub mod model;
 
