@@ -144,7 +144,7 @@ mod tests {
         // Two ranks with two experts each.
         let owners = split_by_owner(&[3, 0, 2, 1, 3], 2, 2).unwrap();
         assert_eq!(owners, [vec![0, 1], vec![1, 0, 1]]);
-        assert_eq!(split_by_owner(&[], 2, 3).unwrap(), [vec![], vec![], vec![]]);
+        assert_eq!(split_by_owner(&[], 2, 3).unwrap(), vec![Vec::<i32>::new(); 3]);
     }
 
     #[test]

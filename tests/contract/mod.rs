@@ -1,0 +1,3 @@
+//! What a Burn user may rely on.
+
+mod ordinary_model;
