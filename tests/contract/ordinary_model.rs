@@ -142,7 +142,7 @@ type After = EpBackend<Autodiff<Flex>>;
 fn training_gives_the_same_losses_and_the_same_validation_model() {
     let (expected, before) = user::train::<Before>(6);
     let (found, after) = user::train::<After>(6);
-    assert!(expected[5] < 0.8 * expected[0], "the model learns: {expected:?}");
+    assert!(expected[5] < 0.95 * expected[0], "the model learns: {expected:?}");
     for (found, expected) in found.iter().zip(&expected) {
         assert!((found - expected).abs() < 1e-5 * expected, "{found} against {expected}");
     }

@@ -16,7 +16,7 @@ const WIDTH: usize = 6;
 const EXPERTS: usize = 8;
 const TOP_K: usize = 2;
 const FFN: usize = 5;
-const LEARNING_RATE: f64 = 0.5;
+const LEARNING_RATE: f64 = 0.02;
 
 /// How tokens choose experts.
 #[derive(Debug, Clone, Copy, PartialEq)]
