@@ -9,7 +9,78 @@ use crate::flex;
 impl MoeBackend for Flex {
     // ---- routing ----
 
+    fn moe_route(
+        logits_te: FlexTensor,
+        selection_bias_e: Option<FlexTensor>,
+        replay_tk: Option<FlexTensor>,
+        desc: &RouterDesc,
+    ) -> RoutePrim<Self> {
+        flex::route::route(logits_te, selection_bias_e, replay_tk, desc)
+    }
+
+    fn moe_route_backward(logits_te: FlexTensor, ids_tk: FlexTensor, grad_weights_tk: FlexTensor, desc: &RouterDesc) -> FlexTensor {
+        flex::route::route_backward(logits_te, ids_tk, grad_weights_tk, desc)
+    }
+
+    fn moe_sort_by_expert(ids_tk: FlexTensor, num_experts: usize) -> ExpertOrderPrim<Self> {
+        flex::permute::sort_by_expert(ids_tk, num_experts)
+    }
+
+    fn moe_permute(x_td: FlexTensor, order: &ExpertOrderPrim<Self>, top_k: usize) -> FlexTensor {
+        flex::permute::permute(x_td, order, top_k)
+    }
+
+    fn moe_unpermute(rows_rd: FlexTensor, order: &ExpertOrderPrim<Self>, weights_tk: Option<FlexTensor>, top_k: usize) -> FlexTensor {
+        flex::permute::unpermute(rows_rd, order, weights_tk, top_k)
+    }
+
+    fn moe_unpermute_backward(
+        grad_td: FlexTensor,
+        rows_rd: FlexTensor,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FlexTensor>,
+        top_k: usize,
+    ) -> (FlexTensor, Option<FlexTensor>) {
+        flex::permute::unpermute_backward(grad_td, rows_rd, order, weights_tk, top_k)
+    }
+
     // ---- experts ----
+
+    fn grouped_matmul(rows: FlexTensor, weight: FlexTensor, offsets_e1: FlexTensor) -> FlexTensor {
+        flex::grouped_matmul::grouped_matmul(rows, weight, offsets_e1)
+    }
+
+    fn grouped_matmul_grad_rows(grad: FlexTensor, weight: FlexTensor, offsets_e1: FlexTensor) -> FlexTensor {
+        flex::grouped_matmul::grad_rows(grad, weight, offsets_e1)
+    }
+
+    fn grouped_matmul_grad_weight(grad: FlexTensor, rows: FlexTensor, offsets_e1: FlexTensor) -> FlexTensor {
+        flex::grouped_matmul::grad_weight(grad, rows, offsets_e1)
+    }
+
+    fn expert_mlp(
+        x_td: FlexTensor,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FlexTensor>,
+        experts: &ExpertWeightsPrim<Self>,
+        top_k: usize,
+        activation: ExpertActivation,
+    ) -> ExpertMlpPrim<Self> {
+        flex::expert_mlp::expert_mlp(x_td, order, weights_tk, experts, top_k, activation)
+    }
+
+    fn expert_mlp_backward(
+        grad_td: FlexTensor,
+        x_td: FlexTensor,
+        up_rf: FlexTensor,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FlexTensor>,
+        experts: &ExpertWeightsPrim<Self>,
+        top_k: usize,
+        activation: ExpertActivation,
+    ) -> ExpertMlpGrads<Self> {
+        flex::expert_mlp::expert_mlp_backward(grad_td, x_td, up_rf, order, weights_tk, experts, top_k, activation)
+    }
 
     // ---- attention, norms, positions ----
 

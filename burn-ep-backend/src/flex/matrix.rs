@@ -1,20 +1,22 @@
-//! Strided f32 matrices on slices and their product: the safe face of the `gemm` crate.
+//! Strided matrices on slices and their product: the safe face of the `gemm` crate.
 
 use gemm::Parallelism;
 
+use super::numeric::Real;
+
 /// Read-only `[rows, cols]` matrix: element (i, j) is `data[i * row_stride + j * col_stride]`.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Matrix<'a> {
-    data: &'a [f32],
+pub(crate) struct Matrix<'a, A = f32> {
+    data: &'a [A],
     rows: usize,
     cols: usize,
     row_stride: usize,
     col_stride: usize,
 }
 
-impl<'a> Matrix<'a> {
+impl<'a, A: Real> Matrix<'a, A> {
     /// Rows of `cols` adjacent elements, `row_stride` apart.
-    pub(crate) fn new(data: &'a [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+    pub(crate) fn new(data: &'a [A], rows: usize, cols: usize, row_stride: usize) -> Self {
         check_span(data.len(), rows, cols, row_stride);
         Self {
             data,
@@ -39,15 +41,15 @@ impl<'a> Matrix<'a> {
 
 /// Writable counterpart of [`Matrix`] with adjacent columns.
 #[derive(Debug)]
-pub(crate) struct MatrixMut<'a> {
-    data: &'a mut [f32],
+pub(crate) struct MatrixMut<'a, A = f32> {
+    data: &'a mut [A],
     rows: usize,
     cols: usize,
     row_stride: usize,
 }
 
-impl<'a> MatrixMut<'a> {
-    pub(crate) fn new(data: &'a mut [f32], rows: usize, cols: usize, row_stride: usize) -> Self {
+impl<'a, A: Real> MatrixMut<'a, A> {
+    pub(crate) fn new(data: &'a mut [A], rows: usize, cols: usize, row_stride: usize) -> Self {
         check_span(data.len(), rows, cols, row_stride);
         Self {
             data,
@@ -78,7 +80,7 @@ pub(crate) fn inner_parallelism(tasks: usize) -> Parallelism {
 ///
 /// # Panics
 /// When the sizes do not fit together.
-pub(crate) fn matmul(out: MatrixMut<'_>, write: Write, scale: f32, lhs: Matrix<'_>, rhs: Matrix<'_>, threads: Parallelism) {
+pub(crate) fn matmul<A: Real>(out: MatrixMut<'_, A>, write: Write, scale: A, lhs: Matrix<'_, A>, rhs: Matrix<'_, A>, threads: Parallelism) {
     assert_eq!(lhs.cols, rhs.rows, "inner sizes of a matrix product");
     assert_eq!(
         (out.rows, out.cols),
@@ -93,7 +95,7 @@ pub(crate) fn matmul(out: MatrixMut<'_>, write: Write, scale: f32, lhs: Matrix<'
             out.data
                 .chunks_mut(out.row_stride)
                 .take(out.rows)
-                .for_each(|row| row[..out.cols].fill(0.0));
+                .for_each(|row| row[..out.cols].fill(A::zero()));
         }
         return;
     }
@@ -115,7 +117,7 @@ pub(crate) fn matmul(out: MatrixMut<'_>, write: Write, scale: f32, lhs: Matrix<'
             rhs.data.as_ptr(),
             rhs.col_stride as isize,
             rhs.row_stride as isize,
-            if add { 1.0 } else { 0.0 },
+            if add { A::one() } else { A::zero() },
             scale,
             false,
             false,
@@ -123,6 +125,16 @@ pub(crate) fn matmul(out: MatrixMut<'_>, write: Write, scale: f32, lhs: Matrix<'
             threads,
         );
     }
+}
+
+/// `out = lhs · rhs` on one thread, `out` dense. For tasks that already run in parallel.
+///
+/// # Panics
+/// When the sizes do not fit together.
+pub(crate) fn product<A: Real>(out: &mut [A], lhs: Matrix<'_, A>, rhs: Matrix<'_, A>) {
+    let (rows, cols) = (lhs.rows, rhs.cols);
+    let out = MatrixMut::new(out, rows, cols, cols);
+    matmul(out, Write::Replace, A::one(), lhs, rhs, Parallelism::None);
 }
 
 fn check_span(len: usize, rows: usize, cols: usize, row_stride: usize) {

@@ -2,10 +2,17 @@
 
 pub(crate) mod attention;
 pub(crate) mod causal_conv1d;
+pub(crate) mod expert_activation;
+pub(crate) mod expert_mlp;
 pub(crate) mod gated_rms_norm;
+pub(crate) mod grouped_matmul;
+pub(crate) mod groups;
 pub(crate) mod matrix;
+pub(crate) mod numeric;
+pub(crate) mod permute;
 pub(crate) mod rms_norm;
 pub(crate) mod rope;
+pub(crate) mod route;
 pub(crate) mod slice;
 pub(crate) mod ssd_chunk;
 pub(crate) mod ssd_scan;

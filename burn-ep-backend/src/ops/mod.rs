@@ -15,6 +15,8 @@ mod permute;
 mod rope;
 mod route;
 mod ssd_scan;
+#[cfg(test)]
+pub(crate) mod testing;
 
 pub use adamw::{AdamWState, adamw_step};
 pub use attention::{Attention, AttentionMask, attention};

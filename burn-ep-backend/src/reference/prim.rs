@@ -28,7 +28,11 @@ pub(crate) fn wide_dtype(dtype: DType) -> DType {
 
 /// `primitive` as a tensor of its [`wide_dtype`].
 pub(crate) fn wide<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
-    let tensor = tensor::<B, D>(primitive);
+    widen(tensor(primitive))
+}
+
+/// The tensor in its [`wide_dtype`].
+pub(crate) fn widen<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<B, D> {
     let dtype = wide_dtype(tensor.dtype());
     tensor.cast(dtype)
 }
