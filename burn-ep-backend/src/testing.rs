@@ -37,6 +37,10 @@ pub(crate) fn f64s<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Vec<f64>
     tensor.into_data().convert::<f64>().to_vec().expect("converted to f64")
 }
 
+pub(crate) fn i64s<B: Backend, const D: usize>(tensor: Tensor<B, D, Int>) -> Vec<i64> {
+    tensor.into_data().convert::<i64>().to_vec().expect("converted to i64")
+}
+
 /// Largest difference relative to the largest expected magnitude (at least `1e-3`).
 pub(crate) fn relative_error(found: &[f64], expected: &[f64]) -> f64 {
     assert_eq!(found.len(), expected.len(), "number of elements");
@@ -76,6 +80,24 @@ pub(crate) fn numeric_gradient(x: &[f64], loss: impl Fn(&[f64]) -> f64) -> Vec<f
             (up - loss(&moved)) / (2.0 * step)
         })
         .collect()
+}
+
+/// Compares the gradients of `loss` (a scalar of flat f64 inputs) with central differences.
+#[track_caller]
+pub(crate) fn check_gradients(name: &str, inputs: &[Vec<f64>], loss: impl Fn(&[Tensor<Ad, 1>]) -> Tensor<Ad, 1>) {
+    let leaves =
+        |inputs: &[Vec<f64>]| -> Vec<Tensor<Ad, 1>> { inputs.iter().map(|v| tensor(v, [v.len()], DType::F64).require_grad()).collect() };
+    let tracked = leaves(inputs);
+    let grads = loss(&tracked).backward();
+    for (which, leaf) in tracked.iter().enumerate() {
+        let found = f64s(leaf.grad(&grads).unwrap_or_else(|| panic!("{name}: input {which} has no gradient")));
+        let expected = numeric_gradient(&inputs[which], |moved| {
+            let mut inputs = inputs.to_vec();
+            inputs[which] = moved.to_vec();
+            f64s(loss(&leaves(&inputs)))[0]
+        });
+        assert_close(&format!("{name}: gradient of input {which}"), &found, &expected, 1e-7);
+    }
 }
 
 pub(crate) fn dot(a: &[f64], b: &[f64]) -> f64 {

@@ -168,4 +168,18 @@ impl MoeBackend for Flex {
     }
 
     // ---- loss, optimizer ----
+
+    fn linear_cross_entropy(
+        hidden_td: FlexTensor,
+        weight_vd: FlexTensor,
+        labels_t: FlexTensor,
+        with_grads: bool,
+        desc: &CrossEntropyDesc,
+    ) -> CrossEntropyPrim<Self> {
+        flex::linear_cross_entropy::linear_cross_entropy(hidden_td, weight_vd, labels_t, with_grads, desc)
+    }
+
+    fn adamw_step(state: AdamWPrim<Self>, grad: FlexTensor, grad_scale: Option<FlexTensor>, desc: &AdamWDesc) -> AdamWPrim<Self> {
+        flex::adamw::adamw_step(state, grad, grad_scale, desc)
+    }
 }

@@ -1,5 +1,6 @@
 //! CPU kernels on flat slices, parallel with rayon. One file per op, named like the op.
 
+pub(crate) mod adamw;
 pub(crate) mod attention;
 pub(crate) mod causal_conv1d;
 pub(crate) mod expert_activation;
@@ -7,6 +8,7 @@ pub(crate) mod expert_mlp;
 pub(crate) mod gated_rms_norm;
 pub(crate) mod grouped_matmul;
 pub(crate) mod groups;
+pub(crate) mod linear_cross_entropy;
 pub(crate) mod matrix;
 pub(crate) mod numeric;
 pub(crate) mod permute;

@@ -74,9 +74,9 @@ mod tests {
     use burn_backend::DType;
     use burn_flex::Flex;
 
-    use super::super::testing::*;
-    use super::super::{permute::sort_by_expert, testing};
+    use super::super::permute::sort_by_expert;
     use super::*;
+    use crate::testing::*;
     use crate::{ExpertMlpGrads, reference};
 
     const CLAMPED: ExpertActivation = ExpertActivation::ClampedSwiGlu { alpha: 1.702, limit: 0.5 };
@@ -84,7 +84,7 @@ mod tests {
 
     #[derive(Debug, Clone)]
     struct Case {
-        ids: Vec<i32>,
+        ids: Vec<usize>,
         k: usize,
         e: usize,
         d: usize,
@@ -115,7 +115,7 @@ mod tests {
                 e * d,
                 self.t() * d,
             ];
-            std::array::from_fn(|i| values(sizes[i], i as u64 + 1))
+            std::array::from_fn(|i| values(i as u64 + 1, sizes[i]))
         }
 
         /// Output and gradients of the first six inputs in f64, one row at a time.
@@ -126,7 +126,7 @@ mod tests {
             let mut grads: [Vec<f64>; 6] = std::array::from_fn(|i| vec![0.0; inputs[i].len()]);
             let sigmoid = |z: f64| 1.0 / (1.0 + (-z).exp());
             for (slot, &e) in self.ids.iter().enumerate() {
-                let (t, e) = (slot / k, e as usize);
+                let t = slot / k;
                 let weight = if self.weighted { w[slot] } else { 1.0 };
                 let (xt, gt) = (&x[t * d..][..d], &g[t * d..][..d]);
                 let h: Vec<f64> = (0..f_up)
@@ -175,7 +175,7 @@ mod tests {
         /// Output and the gradients that exist, by name, from the kernels or the reference.
         fn run(&self, inputs: &[Vec<f64>; 7], dtype: DType, kernel: bool) -> Vec<(&'static str, usize, Vec<f64>)> {
             let (t, k, e, d, f, f_up) = (self.t(), self.k, self.e, self.d, self.f, self.f_up());
-            let order = sort_by_expert(testing::ints::<Flex, 2>(&self.ids, [t, k]), e).unwrap().prim();
+            let order = sort_by_expert(ints::<Flex, 2>(&self.ids, [t, k]), e).unwrap().prim();
             let statistics = if dtype == DType::F64 { DType::F64 } else { DType::F32 };
             let two = |i: usize, shape, dtype| check::float(tensor::<Flex, 2>(&inputs[i], shape, dtype));
             let three = |i: usize, shape| check::float(tensor::<Flex, 3>(&inputs[i], shape, dtype));
@@ -199,8 +199,8 @@ mod tests {
                 let grads = plain::expert_mlp_backward::<Flex>(grad, x, up, &order, weights, &experts, k, self.activation);
                 (out, grads)
             };
-            let flat2 = |prim| to_vec(check::tensor::<Flex, 2>(prim));
-            let flat3 = |prim| to_vec(check::tensor::<Flex, 3>(prim));
+            let flat2 = |prim| f64s(check::tensor::<Flex, 2>(prim));
+            let flat3 = |prim| f64s(check::tensor::<Flex, 3>(prim));
             let ExpertMlpGrads {
                 x_td,
                 weights_tk,
@@ -225,7 +225,7 @@ mod tests {
     }
 
     fn cases() -> Vec<Case> {
-        let random = |n: usize, e: usize| values(n, 21).into_iter().map(|v| ((v + 1.0) / 2.0 * e as f64) as i32).collect();
+        let random = |n: usize, e: usize| values(21, n).into_iter().map(|v| ((v + 1.0) / 2.0 * e as f64) as usize).collect();
         let mut cases = Vec::new();
         for (i, activation) in ACTIVATIONS.into_iter().enumerate() {
             // transformers#42697: sizes that are not multiples of 16.
@@ -286,13 +286,13 @@ mod tests {
                 for (i, input) in inputs.iter_mut().enumerate() {
                     if i != 1 {
                         let n = input.len();
-                        *input = to_vec(tensor::<Flex, 1>(input, [n], dtype));
+                        *input = f64s(tensor::<Flex, 1>(input, [n], dtype));
                     }
                 }
                 let naive = case.naive(&inputs);
                 let (kernel, plain) = (case.run(&inputs, dtype, true), case.run(&inputs, dtype, false));
                 for ((name, i, kernel), (_, _, plain)) in kernel.iter().zip(&plain) {
-                    assert_low_precision(&format!("{name} of {case:?}"), kernel, plain, &naive[*i], dtype);
+                    assert_low_precision(&format!("{name} of {case:?}"), kernel, plain, &naive[*i]);
                 }
             }
         }
@@ -318,7 +318,7 @@ mod tests {
                 inputs.extend(weighted.then_some(w));
                 inputs.extend(bias.then_some([up_bias, down_bias]).into_iter().flatten());
                 check_gradients(&format!("{case:?}"), &inputs, |inputs| {
-                    let order = sort_by_expert(testing::ints::<Ad, 2>(&case.ids, [t, k]), e).unwrap();
+                    let order = sort_by_expert(ints::<Ad, 2>(&case.ids, [t, k]), e).unwrap();
                     let mut rest = inputs[3..].iter().cloned();
                     let weights = weighted.then(|| rest.next().unwrap().reshape([t, k]));
                     let experts = ExpertWeights {
@@ -344,7 +344,7 @@ mod tests {
                 continue;
             }
             for (e, grad) in grad.chunks(grad.len() / case.e).enumerate() {
-                let used = case.ids.contains(&(e as i32));
+                let used = case.ids.contains(&e);
                 assert_eq!(grad.iter().any(|&g| g != 0.0), used, "{name} of expert {e}");
             }
         }
@@ -352,7 +352,7 @@ mod tests {
 
     #[test]
     fn sizes_are_checked_by_name() {
-        let order = sort_by_expert(testing::ints::<Flex, 2>(&[0, 1], [2, 1]), 2).unwrap();
+        let order = sort_by_expert(ints::<Flex, 2>(&[0, 1], [2, 1]), 2).unwrap();
         let run = |up: [usize; 3], down: [usize; 3], bias: Option<[usize; 2]>| {
             let zeros = |shape: [usize; 3]| Tensor::<Flex, 3>::zeros(shape, &Default::default());
             let experts = ExpertWeights {

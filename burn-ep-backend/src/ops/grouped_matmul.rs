@@ -31,19 +31,19 @@ mod tests {
     use burn_backend::DType;
     use burn_flex::Flex;
 
-    use super::super::testing::*;
     use super::*;
     use crate::reference;
+    use crate::testing::*;
 
     struct Case {
-        offsets: Vec<i32>,
+        offsets: Vec<usize>,
         inner: usize,
         out: usize,
     }
 
     /// Empty experts first, between and last; one expert; one with everything; no rows; sizes no tile divides.
     fn cases() -> Vec<Case> {
-        let case = |offsets: &[i32], inner, out| Case {
+        let case = |offsets: &[usize], inner, out| Case {
             offsets: offsets.to_vec(),
             inner,
             out,
@@ -64,19 +64,19 @@ mod tests {
         }
 
         fn rows(&self) -> usize {
-            *self.offsets.last().unwrap() as usize
+            *self.offsets.last().unwrap()
         }
 
         fn tensors(&self, dtype: DType) -> [Tensor<Flex, 2>; 2] {
             [
-                tensor(&values(self.rows() * self.inner, 1), [self.rows(), self.inner], dtype),
-                tensor(&values(self.rows() * self.out, 2), [self.rows(), self.out], dtype),
+                tensor(&values(1, self.rows() * self.inner), [self.rows(), self.inner], dtype),
+                tensor(&values(2, self.rows() * self.out), [self.rows(), self.out], dtype),
             ]
         }
 
         fn weight(&self, dtype: DType) -> Tensor<Flex, 3> {
             let (e, o, i) = (self.experts(), self.out, self.inner);
-            tensor(&values(e * o * i, 3), [e, o, i], dtype)
+            tensor(&values(3, e * o * i), [e, o, i], dtype)
         }
 
         fn offsets(&self) -> Tensor<Flex, 1, Int> {
@@ -86,11 +86,11 @@ mod tests {
         /// Output, gradient of the rows, gradient of the weight, by loops in f64 over the tensors' own values.
         fn naive(&self, dtype: DType) -> [Vec<f64>; 3] {
             let (o, i) = (self.out, self.inner);
-            let [rows, grad] = self.tensors(dtype).map(to_vec);
-            let weight = to_vec(self.weight(dtype));
+            let [rows, grad] = self.tensors(dtype).map(f64s);
+            let weight = f64s(self.weight(dtype));
             let mut results = [vec![0.0; self.rows() * o], vec![0.0; self.rows() * i], vec![0.0; weight.len()]];
             for e in 0..self.experts() {
-                for r in self.offsets[e] as usize..self.offsets[e + 1] as usize {
+                for r in self.offsets[e]..self.offsets[e + 1] {
                     for a in 0..o {
                         for b in 0..i {
                             let w = (e * o + a) * i + b;
@@ -124,9 +124,9 @@ mod tests {
             };
             let [out, grad_rows, grad_weight] = results;
             [
-                to_vec(check::tensor::<Flex, 2>(out)),
-                to_vec(check::tensor::<Flex, 2>(grad_rows)),
-                to_vec(check::tensor::<Flex, 3>(grad_weight)),
+                f64s(check::tensor::<Flex, 2>(out)),
+                f64s(check::tensor::<Flex, 2>(grad_rows)),
+                f64s(check::tensor::<Flex, 3>(grad_weight)),
             ]
         }
     }
@@ -153,7 +153,7 @@ mod tests {
             for case in cases() {
                 let (kernel, plain) = (case.run(dtype, true), case.run(dtype, false));
                 for (i, wide) in case.naive(dtype).iter().enumerate() {
-                    assert_low_precision(NAMES[i], &kernel[i], &plain[i], wide, dtype);
+                    assert_low_precision(NAMES[i], &kernel[i], &plain[i], wide);
                 }
             }
         }
@@ -173,8 +173,8 @@ mod tests {
     #[test]
     fn gradients_match_finite_differences() {
         let (offsets, i, o) = ([0, 2, 2, 5], 3, 2);
-        let inputs = [values(5 * i, 1), values(3 * o * i, 2)];
-        let upstream = values(5 * o, 3);
+        let inputs = [values(1, 5 * i), values(2, 3 * o * i)];
+        let upstream = values(3, 5 * o);
         check_gradients("grouped_matmul", &inputs, |inputs| {
             let rows = inputs[0].clone().reshape([5, i]);
             let weight = inputs[1].clone().reshape([3, o, i]);
@@ -185,8 +185,8 @@ mod tests {
 
     #[test]
     fn only_tracked_inputs_get_gradients() {
-        let rows = tensor::<Ad, 2>(&values(6, 1), [2, 3], DType::F32).require_grad();
-        let weight = tensor::<Ad, 3>(&values(12, 2), [2, 2, 3], DType::F32);
+        let rows = tensor::<Ad, 2>(&values(1, 6), [2, 3], DType::F32).require_grad();
+        let weight = tensor::<Ad, 3>(&values(2, 12), [2, 2, 3], DType::F32);
         let out = grouped_matmul(rows.clone(), weight.clone(), ints(&[0, 1, 2], [3])).unwrap();
         let grads = out.sum().backward();
         assert!(rows.grad(&grads).is_some() && weight.grad(&grads).is_none());
@@ -194,18 +194,18 @@ mod tests {
 
     #[test]
     fn views_multiply_like_copies() {
-        let rows = tensor::<Flex, 2>(&values(48, 1), [6, 8], DType::F32)
+        let rows = tensor::<Flex, 2>(&values(1, 48), [6, 8], DType::F32)
             .transpose()
             .slice([1..6, 1..5]);
-        let weight = tensor::<Flex, 3>(&values(24, 2), [2, 4, 3], DType::F32).swap_dims(1, 2);
+        let weight = tensor::<Flex, 3>(&values(2, 24), [2, 4, 3], DType::F32).swap_dims(1, 2);
         let offsets = || ints::<Flex, 1>(&[0, 2, 5], [3]);
         let copies = (
-            tensor::<Flex, 2>(&to_vec(rows.clone()), [5, 4], DType::F32),
-            tensor::<Flex, 3>(&to_vec(weight.clone()), [2, 3, 4], DType::F32),
+            tensor::<Flex, 2>(&f64s(rows.clone()), [5, 4], DType::F32),
+            tensor::<Flex, 3>(&f64s(weight.clone()), [2, 3, 4], DType::F32),
         );
         let views = grouped_matmul(rows, weight, offsets()).unwrap();
         let copies = grouped_matmul(copies.0, copies.1, offsets()).unwrap();
-        assert_eq!(to_vec(views), to_vec(copies));
+        assert_eq!(f64s(views), f64s(copies));
     }
 
     #[test]
@@ -213,12 +213,12 @@ mod tests {
         let rows = tensor::<Flex, 2>(&[1.0, 2.0, f64::NAN, f64::NAN], [2, 2], DType::F32);
         let weight = tensor::<Flex, 3>(&[1.0, 1.0], [1, 1, 2], DType::F32);
         let out = grouped_matmul(rows.clone(), weight.clone(), ints(&[0, 1], [2])).unwrap();
-        assert_eq!(to_vec(out), [3.0, 0.0]);
+        assert_eq!(f64s(out), [3.0, 0.0]);
         let plain = reference::grouped_matmul::grouped_matmul::<Flex>(
             check::float(rows),
             check::float(weight),
             ints::<Flex, 1>(&[0, 1], [2]).into_primitive(),
         );
-        assert_eq!(to_vec(check::tensor::<Flex, 2>(plain)), [3.0, 0.0]);
+        assert_eq!(f64s(check::tensor::<Flex, 2>(plain)), [3.0, 0.0]);
     }
 }

@@ -15,9 +15,8 @@ mod permute;
 mod rope;
 mod route;
 mod ssd_scan;
-#[cfg(test)]
-pub(crate) mod testing;
 
+pub(crate) use adamw::AdamWFactors;
 pub use adamw::{AdamWState, adamw_step};
 pub use attention::{Attention, AttentionMask, attention};
 pub use causal_conv1d::causal_conv1d;

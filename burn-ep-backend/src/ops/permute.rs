@@ -72,12 +72,15 @@ mod tests {
     use burn_backend::DType;
     use burn_flex::Flex;
 
-    use super::super::testing::*;
     use super::*;
     use crate::reference;
+    use crate::testing::*;
 
-    fn ids(t: usize, k: usize, e: usize) -> Vec<i32> {
-        values(t * k, 11).into_iter().map(|v| ((v + 1.0) / 2.0 * e as f64) as i32).collect()
+    fn ids(t: usize, k: usize, e: usize) -> Vec<usize> {
+        values(11, t * k)
+            .into_iter()
+            .map(|v| ((v + 1.0) / 2.0 * e as f64) as usize)
+            .collect()
     }
 
     /// `(T, K, E)` with empty experts, one expert, one token, no token and odd counts.
@@ -94,15 +97,13 @@ mod tests {
                 .iter()
                 .enumerate()
                 .for_each(|(at, &slot)| positions[slot as usize] = at as i64);
-            let offsets: Vec<i64> = (0..=e as i32)
-                .map(|bound| ids.iter().filter(|&&id| id < bound).count() as i64)
-                .collect();
+            let offsets: Vec<i64> = (0..=e).map(|bound| ids.iter().filter(|&&id| id < bound).count() as i64).collect();
 
-            let ids_tk = super::super::testing::ints::<Flex, 2>(&ids, [t, k]);
+            let ids_tk = ints::<Flex, 2>(&ids, [t, k]);
             let order = sort_by_expert(ids_tk.clone(), e).unwrap();
             let plain = reference::permute::sort_by_expert::<Flex>(ids_tk.into_primitive(), e);
             for (found, name) in [(order.prim(), "kernel"), (plain, "reference")] {
-                let read = |ints| to_ints(Tensor::<Flex, 1, Int>::from_primitive(ints));
+                let read = |ints| i64s(Tensor::<Flex, 1, Int>::from_primitive(ints));
                 assert_eq!(read(found.slots_r), slots, "{name}");
                 assert_eq!(read(found.positions_r), positions, "{name}");
                 assert_eq!(read(found.offsets_e1), offsets, "{name}");
@@ -113,8 +114,8 @@ mod tests {
     #[test]
     fn all_tokens_on_one_expert_keep_their_order() {
         let order = sort_by_expert(ints::<Flex, 2>(&[2; 6], [6, 1]), 4).unwrap();
-        assert_eq!(to_ints(order.slots_r), [0, 1, 2, 3, 4, 5]);
-        assert_eq!(to_ints(order.offsets_e1), [0, 0, 0, 6, 6]);
+        assert_eq!(i64s(order.slots_r), [0, 1, 2, 3, 4, 5]);
+        assert_eq!(i64s(order.offsets_e1), [0, 0, 0, 6, 6]);
     }
 
     #[test]
@@ -123,29 +124,29 @@ mod tests {
             for (t, k, e) in SIZES {
                 let d = 5;
                 let order = sort_by_expert(ints::<Flex, 2>(&ids(t, k, e), [t, k]), e).unwrap();
-                let slots = to_ints(order.slots_r.clone());
-                let x_td = tensor::<Flex, 2>(&values(t * d, 1), [t, d], dtype);
-                let x = to_vec(x_td.clone());
+                let slots = i64s(order.slots_r.clone());
+                let x_td = tensor::<Flex, 2>(&values(1, t * d), [t, d], dtype);
+                let x = f64s(x_td.clone());
                 let rows_rd = permute(x_td.clone(), &order).unwrap();
                 let expected: Vec<f64> = slots.iter().flat_map(|&s| x[s as usize / k * d..][..d].to_vec()).collect();
-                assert_eq!(to_vec(rows_rd.clone()), expected);
+                assert_eq!(f64s(rows_rd.clone()), expected);
                 let plain = reference::permute::permute::<Flex>(check::float(x_td), &order.prim(), k);
-                assert_eq!(to_vec(check::tensor::<Flex, 2>(plain)), expected);
+                assert_eq!(f64s(check::tensor::<Flex, 2>(plain)), expected);
 
-                let weights_tk = tensor::<Flex, 2>(&values(t * k, 2), [t, k], DType::F32);
-                let weights = to_vec(weights_tk.clone());
+                let weights_tk = tensor::<Flex, 2>(&values(2, t * k), [t, k], DType::F32);
+                let weights = f64s(weights_tk.clone());
                 let mut expected = vec![0.0; t * d];
                 for (at, &slot) in slots.iter().enumerate() {
                     for c in 0..d {
-                        expected[slot as usize / k * d + c] += weights[slot as usize] * to_vec(rows_rd.clone())[at * d + c];
+                        expected[slot as usize / k * d + c] += weights[slot as usize] * f64s(rows_rd.clone())[at * d + c];
                     }
                 }
                 let tolerance = if dtype == DType::F32 { 1e-6 } else { 2e-2 };
                 let found = unpermute(rows_rd.clone(), &order, Some(weights_tk.clone())).unwrap();
                 assert_eq!(found.dtype(), dtype);
-                assert_close("unpermute", &to_vec(found), &expected, tolerance);
+                assert_close("unpermute", &f64s(found), &expected, tolerance);
                 let plain = reference::permute::unpermute::<Flex>(check::float(rows_rd), &order.prim(), Some(check::float(weights_tk)), k);
-                assert_close("reference", &to_vec(check::tensor::<Flex, 2>(plain)), &expected, tolerance);
+                assert_close("reference", &f64s(check::tensor::<Flex, 2>(plain)), &expected, tolerance);
             }
         }
     }
@@ -155,23 +156,23 @@ mod tests {
         // 256 + 1 + 1 in bf16 steps stays 256; the fp32 sum 258 is representable.
         let order = sort_by_expert(ints::<Flex, 2>(&[0, 1, 2], [1, 3]), 3).unwrap();
         let rows = tensor::<Flex, 2>(&[256.0, 1.0, 1.0], [3, 1], DType::BF16);
-        assert_eq!(to_vec(unpermute(rows, &order, None).unwrap()), [258.0]);
+        assert_eq!(f64s(unpermute(rows, &order, None).unwrap()), [258.0]);
     }
 
     #[test]
     fn gradients_match_finite_differences() {
         let (t, k, e, d) = (4, 2, 3, 3);
-        let order = |ids: &[i32]| sort_by_expert(ints::<Ad, 2>(ids, [t, k]), e).unwrap();
+        let order = |ids: &[usize]| sort_by_expert(ints::<Ad, 2>(ids, [t, k]), e).unwrap();
         let ids = ids(t, k, e);
-        let inputs = [values(t * d, 1), values(t * k, 2)];
-        let upstream = values(t * d, 3);
+        let inputs = [values(1, t * d), values(2, t * k)];
+        let upstream = values(3, t * d);
         check_gradients("permute, scale, weighted unpermute", &inputs, |inputs| {
             let rows = permute(inputs[0].clone().reshape([t, d]), &order(&ids)).unwrap();
             let rows = rows.clone() * rows;
             let out = unpermute(rows, &order(&ids), Some(inputs[1].clone().reshape([t, k]))).unwrap();
             (out * tensor(&upstream, [t, d], DType::F64)).sum()
         });
-        check_gradients("unweighted unpermute", &[values(t * k * d, 5)], |inputs| {
+        check_gradients("unweighted unpermute", &[values(5, t * k * d)], |inputs| {
             let rows = inputs[0].clone().reshape([t * k, d]);
             let out = unpermute(rows.clone() * rows, &order(&ids), None).unwrap();
             (out * tensor(&upstream, [t, d], DType::F64)).sum()
@@ -182,12 +183,12 @@ mod tests {
     fn reference_backward_equals_the_kernel() {
         let (t, k, e, d) = (6, 2, 4, 7);
         let order = sort_by_expert(ints::<Flex, 2>(&ids(t, k, e), [t, k]), e).unwrap().prim();
-        let float = |n: usize, seed, shape| check::float(tensor::<Flex, 2>(&values(n, seed), shape, DType::F32));
+        let float = |n: usize, seed, shape| check::float(tensor::<Flex, 2>(&values(seed, n), shape, DType::F32));
         let (grad, rows, weights) = (float(t * d, 1, [t, d]), float(t * k * d, 2, [t * k, d]), float(t * k, 3, [t, k]));
         for weights in [Some(weights), None] {
             let kernel = Flex::moe_unpermute_backward(grad.clone(), rows.clone(), &order, weights.clone(), k);
             let plain = reference::permute::unpermute_backward::<Flex>(grad.clone(), rows.clone(), &order, weights, k);
-            let read = |prim| to_vec(check::tensor::<Flex, 2>(prim));
+            let read = |prim| f64s(check::tensor::<Flex, 2>(prim));
             assert_close("rows", &read(kernel.0), &read(plain.0), 1e-6);
             assert_eq!(kernel.1.is_some(), plain.1.is_some());
             if let (Some(kernel), Some(plain)) = (kernel.1, plain.1) {
@@ -199,17 +200,17 @@ mod tests {
     #[test]
     fn views_permute_like_copies() {
         let order = sort_by_expert(ints::<Flex, 2>(&[1, 0, 1], [3, 1]), 2).unwrap();
-        let view = tensor::<Flex, 2>(&values(24, 1), [6, 4], DType::F32)
+        let view = tensor::<Flex, 2>(&values(1, 24), [6, 4], DType::F32)
             .transpose()
             .slice([1..4, 1..5]);
-        let copy = tensor::<Flex, 2>(&to_vec(view.clone()), [3, 4], DType::F32);
-        assert_eq!(to_vec(permute(view, &order).unwrap()), to_vec(permute(copy, &order).unwrap()));
+        let copy = tensor::<Flex, 2>(&f64s(view.clone()), [3, 4], DType::F32);
+        assert_eq!(f64s(permute(view, &order).unwrap()), f64s(permute(copy, &order).unwrap()));
     }
 
     #[test]
     fn sizes_are_checked_by_name() {
         let order = sort_by_expert(ints::<Flex, 2>(&[1, 0, 1, 0], [2, 2]), 2).unwrap();
-        let x = tensor::<Flex, 2>(&values(6, 1), [3, 2], DType::F32);
+        let x = tensor::<Flex, 2>(&values(1, 6), [3, 2], DType::F32);
         let message = permute(x.clone(), &order).unwrap_err().to_string();
         assert!(
             message.contains("permute: tensor `x` has shape [3, 2], expected [T, D] = [2, 2]"),

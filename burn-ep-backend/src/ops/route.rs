@@ -88,8 +88,8 @@ mod tests {
     use burn_backend::DType;
     use burn_flex::Flex;
 
-    use super::super::testing::*;
     use super::*;
+    use crate::testing::*;
     use crate::{RouterScore, reference};
 
     fn all_descs(num_experts: usize, top_k: usize) -> Vec<RouterDesc> {
@@ -144,7 +144,7 @@ mod tests {
 
     fn check_against_naive(t: usize, desc: &RouterDesc, bias: Option<Vec<f64>>) {
         let e = desc.num_experts;
-        let logits: Vec<f64> = values(t * e, 3).into_iter().map(|z| 3.0 * z).collect();
+        let logits: Vec<f64> = values(3, t * e).into_iter().map(|z| 3.0 * z).collect();
         let (mut weights, mut ids) = (Vec::new(), Vec::new());
         for token in logits.chunks(e) {
             let (w, i) = naive(token, bias.as_deref(), desc);
@@ -155,13 +155,13 @@ mod tests {
         let bias_e = bias.map(|b| tensor::<Flex, 1>(&b, [e], DType::F32));
         let found = route(logits_te.clone(), bias_e.clone(), None, desc).unwrap();
         assert_eq!(found.weights_tk.dtype(), DType::F32);
-        assert_eq!(to_ints(found.ids_tk), ids, "{desc:?}");
-        assert_close(&format!("{desc:?}"), &to_vec(found.weights_tk), &weights, 2e-6);
+        assert_eq!(i64s(found.ids_tk), ids, "{desc:?}");
+        assert_close(&format!("{desc:?}"), &f64s(found.weights_tk), &weights, 2e-6);
 
         let plain = reference::route::route::<Flex>(check::float(logits_te), bias_e.map(check::float), None, desc);
-        assert_eq!(to_ints(check::int_tensor::<Flex, 2>(plain.ids_tk)), ids, "reference {desc:?}");
+        assert_eq!(i64s(check::int_tensor::<Flex, 2>(plain.ids_tk)), ids, "reference {desc:?}");
         let plain: Tensor<Flex, 2> = check::tensor(plain.weights_tk);
-        assert_close(&format!("reference {desc:?}"), &to_vec(plain), &weights, 2e-6);
+        assert_close(&format!("reference {desc:?}"), &f64s(plain), &weights, 2e-6);
     }
 
     #[test]
@@ -169,7 +169,7 @@ mod tests {
         for (t, e, k) in [(37, 12, 3), (1, 12, 12), (5, 1, 1), (0, 4, 2), (3, 128, 8)] {
             for desc in all_descs(e, k) {
                 check_against_naive(t, &desc, None);
-                check_against_naive(t, &desc, Some(values(e, 9)));
+                check_against_naive(t, &desc, Some(values(9, e)));
             }
         }
     }
@@ -180,7 +180,7 @@ mod tests {
             for mut desc in all_descs(12, top_k) {
                 (desc.groups, desc.top_groups) = (groups, top_groups);
                 check_against_naive(29, &desc, None);
-                check_against_naive(29, &desc, Some(values(12, 5)));
+                check_against_naive(29, &desc, Some(values(5, 12)));
             }
         }
     }
@@ -188,8 +188,8 @@ mod tests {
     #[test]
     fn gradients_match_finite_differences() {
         let (t, e, k) = (3, 6, 3);
-        let upstream = values(t * k, 4);
-        let logits: Vec<f64> = values(t * e, 8).into_iter().map(|z| 2.0 * z).collect();
+        let upstream = values(4, t * k);
+        let logits: Vec<f64> = values(8, t * e).into_iter().map(|z| 2.0 * z).collect();
         for desc in all_descs(e, k) {
             for force_balanced in [false, true] {
                 let desc = RouterDesc {
@@ -213,15 +213,15 @@ mod tests {
         let (t, e, k) = (9, 8, 3);
         for dtype in [DType::F32, DType::BF16] {
             for desc in all_descs(e, k) {
-                let logits = tensor::<Flex, 2>(&values(t * e, 1), [t, e], dtype);
-                let grad = check::float(tensor::<Flex, 2>(&values(t * k, 2), [t, k], DType::F32));
+                let logits = tensor::<Flex, 2>(&values(1, t * e), [t, e], dtype);
+                let grad = check::float(tensor::<Flex, 2>(&values(2, t * k), [t, k], DType::F32));
                 let ids = route(logits.clone(), None, None, &desc).unwrap().ids_tk.into_primitive();
                 let (logits, tolerance) = (check::float(logits), if dtype == DType::F32 { 1e-6 } else { 4e-3 });
                 let kernel = Flex::moe_route_backward(logits.clone(), ids.clone(), grad.clone(), &desc);
                 let plain = reference::route::route_backward::<Flex>(logits, ids, grad, &desc);
                 let (kernel, plain): (Tensor<Flex, 2>, Tensor<Flex, 2>) = (check::tensor(kernel), check::tensor(plain));
                 assert_eq!((kernel.dtype(), plain.dtype()), (dtype, dtype));
-                assert_close(&format!("{desc:?}"), &to_vec(kernel), &to_vec(plain), tolerance);
+                assert_close(&format!("{desc:?}"), &f64s(kernel), &f64s(plain), tolerance);
             }
         }
     }
@@ -230,20 +230,20 @@ mod tests {
     fn replay_and_balanced_fix_the_ids() {
         let (t, e, k) = (5, 4, 3);
         for mut desc in all_descs(e, k) {
-            let logits = tensor::<Flex, 2>(&values(t * e, 6), [t, e], DType::F32);
+            let logits = tensor::<Flex, 2>(&values(6, t * e), [t, e], DType::F32);
             let chosen = route(logits.clone(), None, None, &desc).unwrap();
             let again = route(logits.clone(), None, Some(chosen.ids_tk.clone()), &desc).unwrap();
-            assert_eq!(to_ints(again.ids_tk), to_ints(chosen.ids_tk));
-            assert_eq!(to_vec(again.weights_tk), to_vec(chosen.weights_tk));
+            assert_eq!(i64s(again.ids_tk), i64s(chosen.ids_tk));
+            assert_eq!(f64s(again.weights_tk), f64s(chosen.weights_tk));
 
             desc.force_balanced = true;
             let balanced = route(logits.clone(), None, None, &desc).unwrap();
             let expected: Vec<i64> = (0..(t * k) as i64).map(|slot| slot % e as i64).collect();
-            assert_eq!(to_ints(balanced.ids_tk.clone()), expected);
+            assert_eq!(i64s(balanced.ids_tk.clone()), expected);
             let plain = reference::route::route::<Flex>(check::float(logits.clone()), None, None, &desc);
-            assert_eq!(to_ints(check::int_tensor::<Flex, 2>(plain.ids_tk)), expected);
+            assert_eq!(i64s(check::int_tensor::<Flex, 2>(plain.ids_tk)), expected);
             let plain: Tensor<Flex, 2> = check::tensor(plain.weights_tk);
-            assert_close("balanced weights", &to_vec(balanced.weights_tk), &to_vec(plain), 1e-6);
+            assert_close("balanced weights", &f64s(balanced.weights_tk), &f64s(plain), 1e-6);
         }
     }
 
@@ -251,9 +251,9 @@ mod tests {
     fn ties_go_to_the_lower_id() {
         for desc in all_descs(6, 4) {
             let logits = tensor::<Flex, 2>(&[0.0, 1.0, 1.0, 0.0, 1.0, 0.0], [1, 6], DType::F32);
-            assert_eq!(to_ints(route(logits.clone(), None, None, &desc).unwrap().ids_tk), [1, 2, 4, 0]);
+            assert_eq!(i64s(route(logits.clone(), None, None, &desc).unwrap().ids_tk), [1, 2, 4, 0]);
             let plain = reference::route::route::<Flex>(check::float(logits), None, None, &desc);
-            assert_eq!(to_ints(check::int_tensor::<Flex, 2>(plain.ids_tk)), [1, 2, 4, 0]);
+            assert_eq!(i64s(check::int_tensor::<Flex, 2>(plain.ids_tk)), [1, 2, 4, 0]);
         }
     }
 
@@ -269,10 +269,10 @@ mod tests {
                 )
                 .require_grad();
                 let routed = route(logits.clone(), None, None, &desc).unwrap();
-                let weights = to_vec(routed.weights_tk.clone());
-                let upstream = tensor(&values(6, 2), [3, 2], DType::F32);
+                let weights = f64s(routed.weights_tk.clone());
+                let upstream = tensor(&values(2, 6), [3, 2], DType::F32);
                 let grads = (routed.weights_tk * upstream).sum().backward();
-                let grad = to_vec(logits.grad(&grads).unwrap());
+                let grad = f64s(logits.grad(&grads).unwrap());
                 assert!(weights.iter().chain(&grad).all(|v| v.is_finite()), "{desc:?}: {weights:?} {grad:?}");
             }
         }
@@ -282,9 +282,9 @@ mod tests {
     fn nan_logits_still_choose_valid_experts() {
         for desc in all_descs(4, 2) {
             let logits = tensor::<Flex, 2>(&[f64::NAN, 1.0, f64::NAN, f64::NAN], [1, 4], DType::F32);
-            let mut ids = to_ints(route(logits.clone(), None, None, &desc).unwrap().ids_tk);
+            let mut ids = i64s(route(logits.clone(), None, None, &desc).unwrap().ids_tk);
             let plain = reference::route::route::<Flex>(check::float(logits), None, None, &desc);
-            assert_eq!(to_ints(check::int_tensor::<Flex, 2>(plain.ids_tk)), ids);
+            assert_eq!(i64s(check::int_tensor::<Flex, 2>(plain.ids_tk)), ids);
             ids.dedup();
             assert!(ids.len() == 2 && ids.iter().all(|id| (0..4).contains(id)), "{ids:?}");
         }
@@ -293,17 +293,17 @@ mod tests {
     #[test]
     fn views_route_like_copies() {
         let desc = RouterDesc::softmax(5, 2, true);
-        let wide = tensor::<Flex, 2>(&values(70, 7), [10, 7], DType::F32);
+        let wide = tensor::<Flex, 2>(&values(7, 70), [10, 7], DType::F32);
         let view = wide.transpose().slice([1..6, 2..7]);
-        let copy = tensor::<Flex, 2>(&to_vec(view.clone()), [5, 5], DType::F32);
+        let copy = tensor::<Flex, 2>(&f64s(view.clone()), [5, 5], DType::F32);
         let (a, b) = (route(view, None, None, &desc).unwrap(), route(copy, None, None, &desc).unwrap());
-        assert_eq!(to_ints(a.ids_tk), to_ints(b.ids_tk));
-        assert_eq!(to_vec(a.weights_tk), to_vec(b.weights_tk));
+        assert_eq!(i64s(a.ids_tk), i64s(b.ids_tk));
+        assert_eq!(f64s(a.weights_tk), f64s(b.weights_tk));
     }
 
     #[test]
     fn settings_are_checked_by_name() {
-        let logits = || tensor::<Flex, 2>(&values(8, 1), [2, 4], DType::F32);
+        let logits = || tensor::<Flex, 2>(&values(1, 8), [2, 4], DType::F32);
         let message = |desc: RouterDesc| route(logits(), None, None, &desc).unwrap_err().to_string();
         assert!(message(RouterDesc::softmax(4, 5, true)).contains("`top_k` is 5, expected 1 to num_experts = 4"));
         let grouped = |groups, top_groups, top_k| RouterDesc {
