@@ -1,5 +1,5 @@
 //! Every cross-crate test, in one binary.
 
-mod training;
 mod contract;
 mod ep;
+mod training;
