@@ -6,6 +6,7 @@ pub mod backend;
 pub mod batch;
 pub mod data;
 pub mod dispatch;
+pub mod checkpoint;
 pub mod error;
 pub mod model;
 

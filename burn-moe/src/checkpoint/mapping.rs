@@ -1,0 +1,295 @@
+//! Weight names as a table that runs both ways.
+//!
+//! A [`Rule`] says how one kind of parameter (its *target*, a module path) is stored: as one or several source tensors and
+//! the [`Step`]s between them. A rule may list several layouts; loading picks the one whose names are in the file and saving
+//! uses that one again, or the first for a model that was built from a config.
+//!
+//! ```
+//! use burn_moe::checkpoint::{Rule, Step, WeightMap};
+//!
+//! let map = WeightMap::new(["model."])
+//!     .rule(
+//!         Rule::experts("layers.{layer}.mlp.experts.gate_up_proj")
+//!             .stored_as(
+//!                 [
+//!                     "{base}layers.{layer}.mlp.experts.{expert}.gate_proj.weight",
+//!                     "{base}layers.{layer}.mlp.experts.{expert}.up_proj.weight",
+//!                 ],
+//!                 [Step::Concat { axis: 1 }],
+//!             )
+//!             .stored_as(["{base}layers.{layer}.mlp.experts.gate_up_proj"], []),
+//!     )
+//!     .rule(Rule::tensor("lm_head.weight").stored_as(["lm_head.weight"], []))
+//!     .rule(Rule::tensor("{path}").stored_as(["{base}{path}"], []))
+//!     .tie("embed_tokens.weight", "lm_head.weight");
+//! assert!(map.validate().is_ok());
+//! ```
+
+use super::pattern::{BASE, Captures, EXPERT, Pattern};
+use super::transform::Step;
+use crate::error::{Error, Result};
+
+/// One way in which the tensors of a rule are stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Layout {
+    sources: Vec<Pattern>,
+    steps: Vec<Step>,
+}
+
+impl Layout {
+    /// Name patterns of the source tensors, in the order in which the steps take them.
+    pub fn sources(&self) -> &[Pattern] {
+        &self.sources
+    }
+
+    /// Steps from the sources to the target, in order.
+    pub fn steps(&self) -> &[Step] {
+        &self.steps
+    }
+}
+
+/// How one kind of parameter is stored.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Rule {
+    target: Pattern,
+    experts: bool,
+    layouts: Vec<Layout>,
+}
+
+impl Rule {
+    /// Rule for the parameters whose module path fits `target`.
+    pub fn tensor(target: &str) -> Self {
+        Self {
+            target: Pattern::new(target),
+            experts: false,
+            layouts: Vec::new(),
+        }
+    }
+
+    /// Rule for stacked expert parameters: axis 0 of the target counts the experts, and is the axis that expert parallelism
+    /// shards. Sources with `{expert}` in their name hold one expert each and are stacked; sources without it are stacked in
+    /// the file as well. The steps run on one expert at a time, with axes counted in the target, so axis 0 is out of reach.
+    pub fn experts(target: &str) -> Self {
+        Self {
+            experts: true,
+            ..Self::tensor(target)
+        }
+    }
+
+    /// Add a layout: the source names and the steps that turn them into the target. The first one added is the one written
+    /// for models built from a config.
+    pub fn stored_as<'a>(mut self, sources: impl IntoIterator<Item = &'a str>, steps: impl IntoIterator<Item = Step>) -> Self {
+        self.layouts.push(Layout {
+            sources: sources.into_iter().map(Pattern::new).collect(),
+            steps: steps.into_iter().collect(),
+        });
+        self
+    }
+
+    /// Pattern of the module paths.
+    pub fn target(&self) -> &Pattern {
+        &self.target
+    }
+
+    /// Whether axis 0 of the target counts experts.
+    pub fn is_experts(&self) -> bool {
+        self.experts
+    }
+
+    /// The layouts, preferred one first.
+    pub fn layouts(&self) -> &[Layout] {
+        &self.layouts
+    }
+
+    fn problem(&self) -> Option<String> {
+        if let Some(lacks) = self.target.problem() {
+            return Some(format!("the target needs {lacks}"));
+        }
+        if self.target.has(BASE) || self.target.has(EXPERT) {
+            return Some("{base} and {expert} belong into source names".into());
+        }
+        if self.layouts.is_empty() {
+            return Some("at least one layout (stored_as)".into());
+        }
+        for layout in &self.layouts {
+            if layout.sources.is_empty() {
+                return Some("at least one source name in every layout".into());
+            }
+            for source in &layout.sources {
+                if let Some(lacks) = source.problem() {
+                    return Some(format!("the source `{source}` needs {lacks}"));
+                }
+                if source.has(EXPERT) && !self.experts {
+                    return Some(format!("the source `{source}` has {{expert}}, which needs Rule::experts"));
+                }
+                if let Some(unknown) = source.placeholders().find(|p| ![BASE, EXPERT].contains(p) && !self.target.has(p)) {
+                    return Some(format!("`{{{unknown}}}` of the source `{source}` is not in the target"));
+                }
+            }
+            if layout.sources.len() > 1 && !layout.steps.iter().any(Step::merges) {
+                return Some("a step that merges several sources into one".into());
+            }
+            if self.experts && layout.steps.iter().any(|step| step.touches_axis(0)) {
+                return Some("steps beyond axis 0, which counts experts".into());
+            }
+        }
+        None
+    }
+}
+
+/// Names, layouts and policies of one model family.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct WeightMap {
+    bases: Vec<String>,
+    rules: Vec<Rule>,
+    carried: Vec<Pattern>,
+    keep_fp32: Vec<Pattern>,
+    tie: Option<(String, String)>,
+}
+
+impl WeightMap {
+    /// Empty table. `bases` are the prefixes `{base}` may stand for; the first is written for models built from a config.
+    pub fn new<'a>(bases: impl IntoIterator<Item = &'a str>) -> Self {
+        Self {
+            bases: bases.into_iter().map(str::to_string).collect(),
+            rules: Vec::new(),
+            carried: Vec::new(),
+            keep_fp32: Vec::new(),
+            tie: None,
+        }
+    }
+
+    /// Add a rule. The first rule whose target fits a module path is used.
+    pub fn rule(mut self, rule: Rule) -> Self {
+        self.rules.push(rule);
+        self
+    }
+
+    /// Source names that the model does not use by design (`mtp.{path}`): not reported as unused, written back on saving.
+    pub fn carry(mut self, source: &str) -> Self {
+        self.carried.push(Pattern::new(source));
+        self
+    }
+
+    /// Module paths that stay fp32 whatever dtype is asked for. Files get their stored dtype back.
+    pub fn keep_fp32(mut self, target: &str) -> Self {
+        self.keep_fp32.push(Pattern::new(target));
+        self
+    }
+
+    /// Module path `other` (the output head) may share the tensor of `kept` (the embedding). A module without a parameter at
+    /// `other` takes `kept` from whichever of the two is in the file.
+    pub fn tie(mut self, kept: &str, other: &str) -> Self {
+        self.tie = Some((kept.to_string(), other.to_string()));
+        self
+    }
+
+    /// Prefixes `{base}` may stand for.
+    pub fn bases(&self) -> &[String] {
+        &self.bases
+    }
+
+    /// The rules, in order of precedence.
+    pub fn rules(&self) -> &[Rule] {
+        &self.rules
+    }
+
+    /// The tied pair `(kept, other)`.
+    pub fn tied(&self) -> Option<(&str, &str)> {
+        self.tie.as_ref().map(|(kept, other)| (kept.as_str(), other.as_str()))
+    }
+
+    /// First rule that fits a module path, with its index and what the placeholders stand for.
+    pub fn find(&self, path: &str) -> Option<(usize, &Rule, Captures)> {
+        self.rules
+            .iter()
+            .enumerate()
+            .find_map(|(index, rule)| rule.target.captures(path).map(|captures| (index, rule, captures)))
+    }
+
+    /// Whether a source name is carried through by design.
+    pub fn is_carried(&self, source: &str) -> bool {
+        self.carried.iter().any(|p| p.is_match(source))
+    }
+
+    /// Whether a module path stays fp32.
+    pub fn is_kept_fp32(&self, path: &str) -> bool {
+        self.keep_fp32.iter().any(|p| p.is_match(path))
+    }
+
+    /// Checks the table itself: [`Error::Config`] names the rule and what it lacks.
+    pub fn validate(&self) -> Result<()> {
+        let bad = |field: String, found: &str, expected: String| Err(Error::config(field, format!("`{found}`"), expected));
+        for rule in &self.rules {
+            if let Some(expected) = rule.problem() {
+                return bad("weight map rule".into(), rule.target.as_str(), expected);
+            }
+            let uses_base = rule.layouts.iter().flat_map(|l| &l.sources).any(|s| s.has(BASE));
+            if uses_base && self.bases.is_empty() {
+                return bad(
+                    "weight map rule".into(),
+                    rule.target.as_str(),
+                    "at least one base for {base}".into(),
+                );
+            }
+        }
+        for pattern in self.carried.iter().chain(&self.keep_fp32) {
+            if let Some(lacks) = pattern.problem() {
+                return bad("weight map pattern".into(), pattern.as_str(), lacks.into());
+            }
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn table() -> WeightMap {
+        WeightMap::new(["backbone.", "model."])
+            .rule(
+                Rule::experts("layers.{layer}.mixer.experts.up_proj")
+                    .stored_as(["{base}layers.{layer}.mixer.experts.{expert}.up_proj.weight"], [])
+                    .stored_as(["{base}layers.{layer}.mixer.experts.up_proj"], []),
+            )
+            .rule(Rule::tensor("{path}").stored_as(["{base}{path}"], []))
+            .carry("mtp.{path}")
+            .keep_fp32("{path}.A_log")
+    }
+
+    #[test]
+    fn first_fitting_rule_wins() {
+        let map = table();
+        map.validate().unwrap();
+        let (index, rule, captures) = map.find("layers.3.mixer.experts.up_proj").unwrap();
+        assert_eq!((index, rule.is_experts()), (0, true));
+        let name = rule.layouts()[0].sources()[0].fill(&captures, "backbone.", Some(11));
+        assert_eq!(name, "backbone.layers.3.mixer.experts.11.up_proj.weight");
+        assert_eq!(map.find("layers.3.mixer.experts.down_proj").unwrap().0, 1);
+        assert!(map.is_carried("mtp.layers.0.weight") && !map.is_carried("backbone.mtp"));
+        assert!(map.is_kept_fp32("layers.0.mixer.A_log") && !map.is_kept_fp32("layers.0.mixer.D"));
+    }
+
+    #[test]
+    fn malformed_rules_are_named() {
+        let cases = [
+            (Rule::tensor("a"), "at least one layout"),
+            (Rule::tensor("a").stored_as([], []), "at least one source name"),
+            (Rule::tensor("a").stored_as(["b.{expert}"], []), "Rule::experts"),
+            (Rule::tensor("a.{layer}").stored_as(["b.{block}"], []), "`{block}`"),
+            (Rule::tensor("a").stored_as(["b", "c"], []), "merges several sources"),
+            (
+                Rule::experts("a").stored_as(["b.{expert}"], [Step::Transpose { axes: (0, 1) }]),
+                "beyond axis 0",
+            ),
+            (Rule::tensor("{base}a").stored_as(["b"], []), "source names"),
+        ];
+        for (rule, why) in cases {
+            let text = WeightMap::new(["model."]).rule(rule).validate().unwrap_err().to_string();
+            assert!(text.contains(why), "{text}");
+        }
+        let no_base = WeightMap::new([]).rule(Rule::tensor("a").stored_as(["{base}a"], []));
+        assert!(no_base.validate().unwrap_err().to_string().contains("at least one base"));
+    }
+}
