@@ -1,15 +1,30 @@
 //! Hugging Face checkpoints: from a folder to a module and back.
 //!
-//! A load takes five steps: read the index (`index.rs`), map the files (`source.rs`), plan which tensors make up which
-//! parameter (`plan.rs`, by the table of `mapping.rs`), check names and shapes and report (`report.rs`), then read, convert
-//! and place one parameter at a time (`load.rs`). A save runs the same table backwards (`write.rs`).
+//! A load takes five steps: find the files (`index.rs`), map them and check their headers (`source.rs`, `header.rs`), plan
+//! which tensors make up which parameter by the table of `mapping.rs` (`plan.rs`, `binding.rs`), report what does not fit
+//! (`report.rs`), then read, convert and place one parameter at a time (`load.rs`, `transform.rs`, `cast.rs`). A save runs
+//! the same table backwards (`write.rs`).
 
+mod binding;
+mod cast;
+mod header;
+mod index;
 mod json;
+mod load;
 mod mapping;
 mod pattern;
+mod plan;
+mod progress;
+mod report;
+mod shard;
+mod source;
 mod transform;
 
 pub use json::{ConfigJson, as_f64, from_f64};
+pub use load::{LoadOptions, inspect, load};
 pub use mapping::{Layout, Rule, WeightMap};
 pub use pattern::{Captures, Pattern};
+pub use report::{LoadReport, LoadedTensor, MismatchedTensor, MissingTensor, UnusedTensor};
+pub use shard::EpRank;
+pub use source::{CheckpointSource, TensorInfo, TieState};
 pub use transform::{HostTensor, Step, backward, backward_shapes, forward, forward_shape};
