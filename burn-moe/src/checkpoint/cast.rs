@@ -206,8 +206,9 @@ mod tests {
 
     #[test]
     fn floats_round_to_nearest_even() {
-        // 1 + 2^-8 lies between two bf16 values: even wins; 1 + 3 * 2^-8 rounds up.
-        let source = bytes(&[1.0, 1.003_906_25, 1.011_718_75, -0.0]);
+        // Half a step above 1 lies between two bf16 values: even wins; one step and a half rounds up.
+        let ulp = 2f32.powi(-7);
+        let source = bytes(&[1.0, 1.0 + 0.5 * ulp, 1.0 + 1.5 * ulp, -0.0]);
         let narrow = cast(source.into(), Dtype::F32, Dtype::BF16);
         let expected: Vec<u8> = [0x3f80u16, 0x3f80, 0x3f82, 0x8000].iter().flat_map(|v| v.to_le_bytes()).collect();
         assert_eq!(narrow, expected);

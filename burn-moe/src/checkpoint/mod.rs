@@ -7,9 +7,11 @@
 
 mod binding;
 mod cast;
+mod files;
 mod header;
 mod index;
 mod json;
+mod layout;
 mod load;
 mod mapping;
 mod pattern;
@@ -19,7 +21,9 @@ mod report;
 mod shard;
 mod source;
 mod transform;
+mod write;
 
+pub use files::check_writable;
 pub use json::{ConfigJson, as_f64, from_f64};
 pub use load::{LoadOptions, inspect, load};
 pub use mapping::{Layout, Rule, WeightMap};
@@ -28,3 +32,4 @@ pub use report::{LoadReport, LoadedTensor, MismatchedTensor, MissingTensor, Unus
 pub use shard::EpRank;
 pub use source::{CheckpointSource, TensorInfo, TieState};
 pub use transform::{HostTensor, Step, backward, backward_shapes, forward, forward_shape};
+pub use write::{SaveOptions, SaveReport, save};

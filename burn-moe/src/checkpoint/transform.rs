@@ -178,11 +178,9 @@ fn concat<'a>(inputs: Vec<HostTensor<'a>>, axis: usize) -> HostTensor<'a> {
     let block = inputs[0].shape[axis..].iter().product::<usize>() * element_bytes(dtype);
     let total = inputs.iter().map(|t| t.data.len()).sum();
     let mut data = Vec::with_capacity(total);
-    if block > 0 {
-        for outer in 0..inputs[0].data.len() / block {
-            for input in &inputs {
-                data.extend_from_slice(&input.data[outer * block..(outer + 1) * block]);
-            }
+    for outer in 0..inputs[0].data.len().checked_div(block).unwrap_or(0) {
+        for input in &inputs {
+            data.extend_from_slice(&input.data[outer * block..(outer + 1) * block]);
         }
     }
     HostTensor {
