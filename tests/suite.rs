@@ -3,3 +3,4 @@
 mod contract;
 mod ep;
 mod training;
+mod checkpoint;

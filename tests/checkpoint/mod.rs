@@ -1,0 +1,7 @@
+//! Checkpoints: exact round trips, strictness, shards, damaged input.
+
+mod damaged;
+mod roundtrip;
+mod sharded;
+mod strict;
+mod toy;
