@@ -1,5 +1,7 @@
 //! A small model with everything a family can have, and its files written without the library's own writer.
 
+#![allow(non_snake_case, reason = "`A_log` is named as in the checkpoint")]
+
 use std::collections::BTreeMap;
 use std::path::Path;
 
@@ -51,7 +53,6 @@ pub struct Moe<B: Backend> {
 
 #[derive(Module, Debug)]
 pub struct Scan<B: Backend> {
-    #[allow(non_snake_case, reason = "named as in the checkpoint")]
     pub A_log: Param<Tensor<B, 1>>,
     pub up_proj: Weight<B>,
 }
