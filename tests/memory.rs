@@ -1,0 +1,136 @@
+//! Host memory of loading and saving, under a counting allocator. A binary of its own: the counter sees every thread.
+
+#[path = "checkpoint/toy.rs"]
+#[allow(dead_code, reason = "shared with the main suite")]
+mod toy;
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use burn::prelude::*;
+use burn_flex::Flex;
+use burn_moe::checkpoint::{CheckpointSource, LoadOptions, SaveOptions, load, save};
+use safetensors::Dtype;
+
+use toy::{Experts, Folder, Stored};
+
+struct Counting;
+
+static CURRENT: AtomicUsize = AtomicUsize::new(0);
+static PEAK: AtomicUsize = AtomicUsize::new(0);
+
+fn grow(bytes: usize) {
+    let now = CURRENT.fetch_add(bytes, Ordering::Relaxed) + bytes;
+    PEAK.fetch_max(now, Ordering::Relaxed);
+}
+
+// SAFETY: every call goes to the system allocator with the caller's own arguments; counting touches no memory.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        grow(layout.size());
+        // SAFETY: the caller's contract.
+        unsafe { System.alloc(layout) }
+    }
+
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        grow(layout.size());
+        // SAFETY: the caller's contract.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    unsafe fn dealloc(&self, pointer: *mut u8, layout: Layout) {
+        CURRENT.fetch_sub(layout.size(), Ordering::Relaxed);
+        // SAFETY: the caller's contract.
+        unsafe { System.dealloc(pointer, layout) }
+    }
+}
+
+#[global_allocator]
+static ALLOCATOR: Counting = Counting;
+
+/// Largest amount of memory in use during `f`, beyond what was in use before.
+fn peak<T>(f: impl FnOnce() -> T) -> (T, usize) {
+    let before = CURRENT.load(Ordering::Relaxed);
+    PEAK.store(before, Ordering::Relaxed);
+    let result = f();
+    (result, PEAK.load(Ordering::Relaxed) - before)
+}
+
+const LAYERS: usize = 8;
+const EXPERTS: usize = 16;
+const WIDTH: usize = 512;
+const FUSED: usize = EXPERTS * 2 * WIDTH * WIDTH * 2;
+const MODEL: usize = LAYERS * FUSED * 3 / 2;
+const BOUND: usize = 2 * FUSED + (64 << 20);
+
+#[derive(Module, Debug)]
+struct Big<B: Backend> {
+    layers: Vec<BigLayer<B>>,
+}
+
+#[derive(Module, Debug)]
+struct BigLayer<B: Backend> {
+    mixer: BigMixer<B>,
+}
+
+#[derive(Module, Debug)]
+struct BigMixer<B: Backend> {
+    experts: Experts<B>,
+}
+
+fn big() -> Big<Flex> {
+    let device = Default::default();
+    let layer = || BigLayer {
+        mixer: BigMixer {
+            experts: Experts {
+                gate_up_proj: toy::unloaded([EXPERTS, 2 * WIDTH, WIDTH], true, &device),
+                down_proj: toy::unloaded([EXPERTS, WIDTH, WIDTH], true, &device),
+            },
+        },
+    };
+    Big {
+        layers: (0..LAYERS).map(|_| layer()).collect(),
+    }
+}
+
+/// Case 2: burn#3598, transformers#47514. Every layer's experts are spread over all shards.
+#[test]
+fn loading_and_saving_need_little_more_than_the_model() {
+    assert!(MODEL > BOUND, "a loader that reads everything at once must fail");
+    let dir = tempfile::tempdir().unwrap();
+    let mut folder = Folder::new();
+    for layer in 0..LAYERS {
+        for e in 0..EXPERTS {
+            for projection in ["gate_proj", "up_proj", "down_proj"] {
+                let tensor = Stored {
+                    dtype: Dtype::BF16,
+                    shape: vec![WIDTH, WIDTH],
+                    bytes: vec![(layer * EXPERTS + e) as u8 & 0x3f; 2 * WIDTH * WIDTH],
+                };
+                folder.insert(format!("model.layers.{layer}.mixer.experts.{e}.{projection}.weight"), tensor);
+            }
+        }
+    }
+    toy::write_shards(dir.path(), &folder, 8, |i, _| i % 8);
+    drop(folder);
+
+    let ((source, model), during_load) = peak(|| {
+        let source = CheckpointSource::open(dir.path()).unwrap();
+        let (model, _) = load(big(), &source, &toy::map(), &LoadOptions::default()).unwrap();
+        (source, model)
+    });
+    assert!(during_load >= MODEL, "{during_load}: the counter misses the model of {MODEL} bytes");
+    let extra = during_load - MODEL;
+    println!("load: {extra} bytes beyond the model of {MODEL}, bound {BOUND}");
+    assert!(extra <= BOUND, "{extra} bytes beyond the model, bound {BOUND}");
+
+    let out = tempfile::tempdir().unwrap();
+    let options = SaveOptions {
+        like: Some(&source),
+        max_shard_bytes: 30 << 20,
+        ..SaveOptions::default()
+    };
+    let (_, during_save) = peak(|| save(&model, &toy::map(), out.path(), &options).unwrap());
+    println!("save: {during_save} bytes beyond the model, bound {BOUND}");
+    assert!(during_save <= BOUND, "{during_save} bytes beyond the model, bound {BOUND}");
+}
