@@ -27,6 +27,15 @@ const SIDE_FILES: [&str; 12] = [
 ];
 const SIDE_FOLDER: &str = "chat_templates";
 
+/// Whether a file of a repository is one of those: tokenizer, chat template, generation config.
+#[cfg(feature = "hub")]
+pub(crate) fn is_side_file(name: &str) -> bool {
+    SIDE_FILES.contains(&name)
+        || name
+            .strip_prefix(SIDE_FOLDER)
+            .is_some_and(|rest| rest.starts_with('/') && rest.ends_with(".jinja"))
+}
+
 /// Creates `dir` if need be and writes a file in it, so that an unwritable output is an error before the first step.
 pub fn check_writable(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).map_err(|e| Error::io(dir, "create the output folder", e))?;

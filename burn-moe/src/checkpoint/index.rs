@@ -66,21 +66,23 @@ fn single(path: PathBuf) -> WeightFiles {
     }
 }
 
+/// Names of the shards that an index lists, checked to stay inside `dir`; they need not be there yet.
+#[cfg(feature = "hub")]
+pub(crate) fn shard_list(dir: &Path, path: &Path) -> Result<Vec<String>> {
+    let raw = RawIndex::read(path)?;
+    let names: BTreeSet<&String> = raw.weight_map.0.values().collect();
+    names
+        .into_iter()
+        .map(|name| shard_path(dir, path, name).map(|_| name.clone()))
+        .collect()
+}
+
 fn read_index(dir: &Path, path: &Path) -> Result<WeightFiles> {
-    let text = read_text(path, MAX_INDEX_BYTES)?;
-    let raw: RawIndex = serde_json::from_str(&text).map_err(|e| {
-        Error::checkpoint(
-            path,
-            "index",
-            format!("an error ({e})"),
-            "an object with a `weight_map` of file names",
-        )
-    })?;
+    let raw = RawIndex::read(path)?;
     let names: BTreeSet<&String> = raw.weight_map.0.values().collect();
     let mut files = Vec::with_capacity(names.len());
     for name in &names {
-        let file = inside(dir, name)
-            .ok_or_else(|| Error::checkpoint(path, "weight_map", format!("the file `{name}`"), "files inside the folder"))?;
+        let file = shard_path(dir, path, name)?;
         if !file.is_file() {
             return Err(Error::checkpoint(
                 path,
@@ -108,6 +110,10 @@ fn read_index(dir: &Path, path: &Path) -> Result<WeightFiles> {
     })
 }
 
+fn shard_path(dir: &Path, index: &Path, name: &str) -> Result<PathBuf> {
+    inside(dir, name).ok_or_else(|| Error::checkpoint(index, "weight_map", format!("the file `{name}`"), "files inside the folder"))
+}
+
 /// `dir/name` if that stays inside `dir`.
 fn inside(dir: &Path, name: &str) -> Option<PathBuf> {
     let relative = Path::new(name);
@@ -121,6 +127,20 @@ struct RawIndex {
     #[serde(default, rename = "metadata")]
     _metadata: IgnoredAny,
     weight_map: UniqueMap,
+}
+
+impl RawIndex {
+    fn read(path: &Path) -> Result<Self> {
+        let text = read_text(path, MAX_INDEX_BYTES)?;
+        serde_json::from_str(&text).map_err(|e| {
+            Error::checkpoint(
+                path,
+                "index",
+                format!("an error ({e})"),
+                "an object with a `weight_map` of file names",
+            )
+        })
+    }
 }
 
 /// A map of strings in which a repeated key is an error.

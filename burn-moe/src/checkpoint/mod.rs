@@ -9,6 +9,8 @@ mod binding;
 mod cast;
 mod files;
 mod header;
+#[cfg(feature = "hub")]
+pub mod hub;
 mod index;
 mod json;
 mod layout;
