@@ -176,27 +176,13 @@ fn prepare<B: Backend, M: Module<B>>(module: &M, map: &WeightMap, dir: &Path, op
     module.visit(&mut types);
     let specs = param_specs(module);
     let plan = plan_output(&specs, &types.types, map, options.like, ranks.rank(), options.max_shard_bytes)?;
-    if ranks.is_first() {
-        check_writable(dir)?;
+    if !ranks.is_first() {
+        return Ok((plan, Vec::new()));
     }
-    // The names depend on what is in the folder, so one rank chooses them.
-    let mut names = if ranks.is_first() {
-        shard_names(dir, plan.files.len())
-    } else {
-        Vec::new()
-    };
-    if let Some(ep) = options.ep {
-        let all = ep.comm().get().all_gather(names.join("\n").into_bytes())?;
-        let first = all
-            .first()
-            .map(|bytes| String::from_utf8_lossy(bytes).into_owned())
-            .unwrap_or_default();
-        names = first.split('\n').map(str::to_string).collect();
-    }
-    if ranks.is_first() {
-        for (file, name) in plan.files.iter().zip(&names) {
-            create_part(&dir.join(name), &file.header, file.bytes)?;
-        }
+    check_writable(dir)?;
+    let names = shard_names(dir, plan.files.len());
+    for (file, name) in plan.files.iter().zip(&names) {
+        create_part(&dir.join(name), &file.header, file.bytes)?;
     }
     Ok((plan, names))
 }
