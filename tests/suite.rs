@@ -1,6 +1,6 @@
 //! Every cross-crate test, in one binary.
 
+mod checkpoint;
 mod contract;
 mod ep;
 mod training;
-mod checkpoint;
