@@ -4,9 +4,9 @@
 
 pub mod backend;
 pub mod batch;
+pub mod checkpoint;
 pub mod data;
 pub mod dispatch;
-pub mod checkpoint;
 pub mod error;
 pub mod model;
 
