@@ -18,6 +18,8 @@ mod decorator;
 mod desc;
 mod error;
 mod flex;
+#[cfg(feature = "cuda")]
+pub mod kernels;
 pub mod ops;
 pub mod reference;
 #[cfg(test)]

@@ -4,4 +4,6 @@
 //! | --- | --- |
 //! | all | see `flex.rs` |
 
+#[cfg(feature = "cuda")]
+mod cuda;
 mod flex;
