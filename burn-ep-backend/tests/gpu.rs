@@ -35,7 +35,9 @@ fn random(shape: &[usize], seed: u64) -> TensorData {
         (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
     };
     let n = shape.iter().product();
-    let values: Vec<f32> = (0..n).map(|_| half::bf16::from_f32(2.0 * (next() + next() + next())).to_f32()).collect();
+    let values: Vec<f32> = (0..n)
+        .map(|_| half::bf16::from_f32(2.0 * (next() + next() + next())).to_f32())
+        .collect();
     TensorData::new(values, shape.to_vec())
 }
 
@@ -44,7 +46,10 @@ fn compare(name: &str, gpu: Vec<Vec<f32>>, exact: Vec<Vec<f32>>, plain: Vec<Vec<
     for (i, ((g, e), p)) in gpu.iter().zip(&exact).zip(&plain).enumerate() {
         let (ours, theirs) = (relative(g, e), relative(p, e));
         println!("{name} output {i}: {ours:.2e} (plain bf16 {theirs:.2e})");
-        assert!(ours <= 2.0 * theirs + 2e-3, "{name} output {i}: error {ours:.3e}, plain bf16 path {theirs:.3e}");
+        assert!(
+            ours <= 2.0 * theirs + 2e-3,
+            "{name} output {i}: error {ours:.3e}, plain bf16 path {theirs:.3e}"
+        );
     }
 }
 
@@ -65,7 +70,9 @@ where
     let offsets = Tensor::<B, 1, Int>::from_data(TensorData::new(offsets, [sizes.len() + 1]), &device);
     let float2 = |shape: [usize; 2], seed| Tensor::<B, 2>::from_data(random(&shape, seed), &device).cast(dtype);
     let x = float2([rows, k], 1).require_grad();
-    let w = Tensor::<B, 3>::from_data(random(&[sizes.len(), n, k], 2), &device).cast(dtype).require_grad();
+    let w = Tensor::<B, 3>::from_data(random(&[sizes.len(), n, k], 2), &device)
+        .cast(dtype)
+        .require_grad();
     let up = float2([rows, n], 3);
     let y = grouped_matmul(x.clone(), w.clone(), offsets).expect("valid shapes");
     let grads = (y.clone() * up).sum().backward();
@@ -122,7 +129,11 @@ where
     };
     let (q, k, v) = (float(h, 1), float(hkv, 2), float(hkv, 3));
     let up = Tensor::<B, 4>::from_data(random(&[b, s, h, d], 4), &device).cast(dtype);
-    let desc = AttentionDesc { causal: true, window, scale: (d as f32).powf(-0.5) };
+    let desc = AttentionDesc {
+        causal: true,
+        window,
+        scale: (d as f32).powf(-0.5),
+    };
     let out = attention(q.clone(), k.clone(), v.clone(), None, &AttentionMask::default(), &desc).expect("valid shapes");
     let lse = host(out.lse_bhs);
     let grads = (out.out_bshd.clone() * up).sum().backward();
