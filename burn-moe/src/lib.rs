@@ -8,6 +8,9 @@ pub mod checkpoint;
 pub mod data;
 pub mod dispatch;
 pub mod error;
+pub mod loss;
 pub mod model;
+pub mod optim;
+pub mod train;
 
 pub use error::{Error, Result};

@@ -1,0 +1,157 @@
+//! Auxiliary load-balancing loss (Fedus, Zoph and Shazeer 2021, "Switch Transformers"; form of Mixtral and Qwen3-MoE).
+//!
+//! With router logits `z` of all MoE layers m and rows n, mask `μ_n`, `R = Σ_m Σ_n μ_n`, and top-k of `softmax(z)`:
+//!
+//! ```text
+//! f_e = Σ_m Σ_n μ_n [e in top-k] / R          P_e = Σ_m Σ_n μ_n softmax(z)_e / R
+//! L   = E Σ_e f_e P_e                          dL/dP^m_n[e] = E f_e μ_n / R
+//! ```
+//!
+//! One mean over all layers and tokens. `f` is a constant for the gradient, so the loss splits into one term per block
+//! once `f` is known from the forward pass of all blocks; that is how the segmented step uses it.
+
+use burn::tensor::activation::softmax;
+use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn_ep_backend::comm::CommHandle;
+use burn_ep_backend::{MoeBackend, RouterDesc, ops};
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+use crate::model::AuxLossSettings;
+
+/// How the auxiliary loss adds up over micro-batches and ranks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AuxScaling {
+    /// Each micro-batch counts its tokens over all ranks, and the step averages over micro-batches, so that the weight
+    /// does not depend on how a batch is cut.
+    #[default]
+    Average,
+    /// Each micro-batch of each rank adds its own loss with full weight, as transformers does: with g micro-batches and W
+    /// ranks the term weighs g·W times as much.
+    Reference,
+}
+
+/// Sums over the routers of one micro-batch, `[E]` each.
+#[derive(Debug, Clone)]
+pub struct BalanceStats<B: MoeBackend> {
+    settings: AuxLossSettings,
+    counts_e: Option<Tensor<B, 1>>,
+    probs_e: Option<Tensor<B, 1>>,
+    rows: f64,
+}
+
+impl<B: MoeBackend> BalanceStats<B> {
+    /// Nothing seen yet.
+    pub fn new(settings: AuxLossSettings) -> Self {
+        Self {
+            settings,
+            counts_e: None,
+            probs_e: None,
+            rows: 0.0,
+        }
+    }
+
+    /// Adds the router of one block: logits `[T, E]`, mask `[T]` of zeros and ones with `rows` ones.
+    pub fn observe(&mut self, logits_te: Tensor<B, 2>, mask_t: Option<&Tensor<B, 1>>, rows: f64) -> Result<()> {
+        let AuxLossSettings { num_experts, top_k, .. } = self.settings;
+        if logits_te.dims()[1] != num_experts {
+            return Err(Error::config(
+                "aux_loss.num_experts",
+                num_experts,
+                format!("{} (the width of the router logits)", logits_te.dims()[1]),
+            ));
+        }
+        let ids_tk = ops::route(logits_te.clone(), None, None, &RouterDesc::softmax(num_experts, top_k, false))?.ids_tk;
+        add_to(&mut self.counts_e, count_experts(ids_tk, mask_t, num_experts));
+        add_to(
+            &mut self.probs_e,
+            masked(probabilities(logits_te), mask_t).sum_dim(0).squeeze_dim(0),
+        );
+        self.rows += rows;
+        Ok(())
+    }
+
+    /// The loss of this micro-batch; with `comm`, of the same micro-batch on all its ranks together. Reads from the device.
+    pub fn finish(self, comm: Option<&CommHandle>) -> Result<BalanceLoss> {
+        let e = self.settings.num_experts;
+        let host = |sum: Option<Tensor<B, 1>>| match sum {
+            Some(sum) => sum.into_data().iter::<f64>().collect(),
+            None => vec![0.0; e],
+        };
+        let mut sums = host(self.counts_e);
+        sums.extend(host(self.probs_e));
+        sums.push(self.rows);
+        if let Some(comm) = comm {
+            comm.get().all_reduce_sum_f64(&mut sums)?;
+        }
+        let rows = sums[2 * e];
+        if rows == 0.0 {
+            return Ok(BalanceLoss {
+                value: 0.0,
+                weight_e: vec![0.0; e],
+            });
+        }
+        let weight_e: Vec<f64> = sums[..e].iter().map(|count| e as f64 * count / rows / rows).collect();
+        let value = weight_e.iter().zip(&sums[e..2 * e]).map(|(w, p)| w * p).sum();
+        Ok(BalanceLoss { value, weight_e })
+    }
+}
+
+/// A balance loss, ready to be added to the blocks' backward passes.
+#[derive(Debug, Clone, PartialEq)]
+pub struct BalanceLoss {
+    /// `L`, without coefficient. The perfectly balanced value is K.
+    pub value: f64,
+    /// `dL/dP^m_n[e] = E f_e / R` of every unmasked row.
+    weight_e: Vec<f64>,
+}
+
+impl BalanceLoss {
+    /// The part of `coefficient * L` that one block's logits carry, `[1]` fp32: its gradient for the logits is that of L.
+    pub fn term<B: MoeBackend>(&self, logits_te: Tensor<B, 2>, mask_t: Option<&Tensor<B, 1>>, coefficient: f64) -> Tensor<B, 1> {
+        let weights: Vec<f32> = self.weight_e.iter().map(|w| (w * coefficient) as f32).collect();
+        let weight_1e = Tensor::<B, 2>::from_data(TensorData::new(weights, [1, self.weight_e.len()]), &logits_te.device());
+        (masked(probabilities(logits_te), mask_t) * weight_1e.cast(FloatDType::F32)).sum()
+    }
+}
+
+/// Softmax in the dtype of the logits (fp32 inside, rounded once), as fp32.
+fn probabilities<B: MoeBackend>(logits_te: Tensor<B, 2>) -> Tensor<B, 2> {
+    let dtype = logits_te.dtype();
+    let probs = softmax(logits_te.cast(FloatDType::F32), 1);
+    match dtype {
+        DType::F32 => probs,
+        _ => probs.cast(FloatDType::from(dtype)).cast(FloatDType::F32),
+    }
+}
+
+fn masked<B: MoeBackend>(x_te: Tensor<B, 2>, mask_t: Option<&Tensor<B, 1>>) -> Tensor<B, 2> {
+    match mask_t {
+        Some(mask_t) => x_te * mask_t.clone().unsqueeze_dim(1),
+        None => x_te,
+    }
+}
+
+fn add_to<B: MoeBackend>(sum: &mut Option<Tensor<B, 1>>, term: Tensor<B, 1>) {
+    *sum = Some(match sum.take() {
+        Some(old) => old + term,
+        None => term,
+    });
+}
+
+/// Rows per expert `[E]` fp32 from chosen ids `[T, K]`; rows whose mask is 0 do not count.
+pub(crate) fn count_experts<B: MoeBackend>(ids_tk: Tensor<B, 2, Int>, mask_t: Option<&Tensor<B, 1>>, num_experts: usize) -> Tensor<B, 1> {
+    let [t, k] = ids_tk.dims();
+    let device = ids_tk.device();
+    let ones_r = match mask_t {
+        Some(mask_t) => mask_t.clone().unsqueeze_dim::<2>(1).repeat_dim(1, k).reshape([t * k]),
+        None => Tensor::ones([t * k], &device),
+    };
+    Tensor::<B, 1>::zeros([num_experts], &device).cast(FloatDType::F32).select_assign(
+        0,
+        ids_tk.reshape([t * k]),
+        ones_r.cast(FloatDType::F32),
+        IndexingUpdateOp::Add,
+    )
+}

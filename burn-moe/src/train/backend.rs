@@ -1,0 +1,28 @@
+//! Bounds of everything that trains, under one name each.
+
+use burn::module::AutodiffModule;
+use burn::tensor::backend::AutodiffBackend;
+use burn_ep_backend::MoeBackend;
+
+use crate::model::CausalLm;
+
+/// A backend that records gradients and has our ops with and without recording.
+pub trait TrainBackend: MoeBackend + AutodiffBackend<InnerBackend: MoeBackend> {}
+
+impl<B> TrainBackend for B
+where
+    B: MoeBackend + AutodiffBackend,
+    B::InnerBackend: MoeBackend,
+{
+}
+
+/// A causal language model that can be trained on `B`.
+pub trait TrainableLm<B: TrainBackend>: CausalLm<B> + AutodiffModule<B, InnerModule: CausalLm<B::InnerBackend>> {}
+
+impl<B, M> TrainableLm<B> for M
+where
+    B: TrainBackend,
+    M: CausalLm<B> + AutodiffModule<B>,
+    M::InnerModule: CausalLm<B::InnerBackend>,
+{
+}
