@@ -47,6 +47,11 @@ impl<B: Backend> GradStore<B> {
         self.grads.contains_key(&id)
     }
 
+    /// Shape of the gradient of `id`.
+    pub fn shape(&self, id: ParamId) -> Option<Vec<usize>> {
+        self.grads.get(&id).map(|grad| grad.shape().as_slice().to_vec())
+    }
+
     /// Adds a contribution.
     pub fn add<const D: usize>(&mut self, id: ParamId, grad: Tensor<B, D>) {
         let grad = grad.into_primitive().tensor();
@@ -83,6 +88,13 @@ impl<B: Backend> GradStore<B> {
     pub fn insert_flat(&mut self, id: ParamId, flat: Tensor<B, 1>, shape: &[usize]) {
         let grad = B::float_reshape(flat.into_primitive().tensor(), shape.to_vec().into());
         self.grads.insert(id, grad);
+    }
+
+    /// Multiplies every gradient by `factor`.
+    pub fn scale(&mut self, factor: f64) {
+        for grad in self.grads.values_mut() {
+            *grad = B::float_mul_scalar(grad.clone(), factor.into());
+        }
     }
 
     /// Moves the gradients that a backward pass left for the parameters of `module` into the store; returns whose.

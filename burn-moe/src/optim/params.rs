@@ -17,6 +17,16 @@ pub struct ParamInfo {
     pub dtype: DType,
     /// False for buffers and frozen parameters.
     pub trainable: bool,
+    /// Other paths of the same parameter (tied weights).
+    pub aliases: Vec<String>,
+}
+
+impl ParamInfo {
+    /// True for stacked routed-expert weights, of which each rank of an expert-parallel group holds its own share along the
+    /// first axis. Everything else is replicated. Shared experts have another path (`shared_experts`).
+    pub fn is_expert(&self) -> bool {
+        self.path.split('.').any(|name| name == "experts")
+    }
 }
 
 /// Every float parameter of a model once, in module order. The order is the same on every rank and in every run, unlike
@@ -93,7 +103,8 @@ impl<B: Backend> ModuleVisitor<B> for Collector {
     }
 
     fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
-        if self.table.index.contains_key(&param.id) {
+        if let Some(&i) = self.table.index.get(&param.id) {
+            self.table.entries[i].aliases.push(self.path.path());
             return;
         }
         let value = param.val();
@@ -104,6 +115,7 @@ impl<B: Backend> ModuleVisitor<B> for Collector {
             shape: value.dims().to_vec(),
             dtype: value.dtype(),
             trainable: value.is_require_grad(),
+            aliases: Vec::new(),
         });
     }
 }

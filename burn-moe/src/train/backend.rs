@@ -1,6 +1,6 @@
 //! Bounds of everything that trains, under one name each.
 
-use burn::module::AutodiffModule;
+use burn::module::{AutodiffModule, ModuleDisplay};
 use burn::tensor::backend::AutodiffBackend;
 use burn_ep_backend::MoeBackend;
 
@@ -16,13 +16,16 @@ where
 {
 }
 
-/// A causal language model that can be trained on `B`.
-pub trait TrainableLm<B: TrainBackend>: CausalLm<B> + AutodiffModule<B, InnerModule: CausalLm<B::InnerBackend>> {}
+/// A causal language model that can be trained on `B`. Every `CausalLm` with `#[derive(Module)]` is one.
+pub trait TrainableLm<B: TrainBackend>:
+    CausalLm<B> + ModuleDisplay + AutodiffModule<B, InnerModule: CausalLm<B::InnerBackend> + ModuleDisplay>
+{
+}
 
 impl<B, M> TrainableLm<B> for M
 where
     B: TrainBackend,
-    M: CausalLm<B> + AutodiffModule<B>,
-    M::InnerModule: CausalLm<B::InnerBackend>,
+    M: CausalLm<B> + ModuleDisplay + AutodiffModule<B>,
+    M::InnerModule: CausalLm<B::InnerBackend> + ModuleDisplay,
 {
 }

@@ -1,0 +1,74 @@
+//! Settings of a training run.
+
+use serde::{Deserialize, Serialize};
+
+use super::{Recompute, Schedule};
+use crate::error::{Error, Result};
+use crate::loss::AuxScaling;
+use crate::optim::{AdamWConfig, RouterBiasConfig};
+
+/// Settings of [`super::Trainer`].
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct TrainerConfig {
+    /// Optimizer steps of the whole run, counted from its first start.
+    pub steps: u64,
+    /// Micro-batches per optimizer step (gradient accumulation).
+    pub micro_batches: usize,
+    pub schedule: Schedule,
+    pub optimizer: AdamWConfig,
+    /// Bound of the global gradient norm; None: no clipping.
+    pub max_grad_norm: Option<f64>,
+    pub recompute: Recompute,
+    /// How the auxiliary loss of the model's config adds up over micro-batches and ranks.
+    pub aux_scaling: AuxScaling,
+    /// Router z-loss coefficient; 0: off.
+    pub z_loss: f64,
+    /// Balance the experts through their selection bias; None: off.
+    pub router_bias: Option<RouterBiasConfig>,
+    /// Route evenly regardless of the logits (benchmarks only).
+    pub force_balanced: bool,
+}
+
+impl Default for TrainerConfig {
+    fn default() -> Self {
+        Self {
+            steps: 100,
+            micro_batches: 1,
+            schedule: Schedule::default(),
+            optimizer: AdamWConfig::default(),
+            max_grad_norm: Some(1.0),
+            recompute: Recompute::None,
+            aux_scaling: AuxScaling::default(),
+            z_loss: 0.0,
+            router_bias: None,
+            force_balanced: false,
+        }
+    }
+}
+
+impl TrainerConfig {
+    /// Checks every field that can be checked without a model.
+    pub fn validate(&self) -> Result<()> {
+        if self.micro_batches == 0 {
+            return Err(Error::config("micro_batches", 0, "at least 1"));
+        }
+        self.schedule.validate(self.steps)?;
+        self.optimizer.validate()?;
+        if let Some(max) = self.max_grad_norm
+            && !(max.is_finite() && max > 0.0)
+        {
+            return Err(Error::config("max_grad_norm", max, "a positive number, or none"));
+        }
+        if !(self.z_loss.is_finite() && self.z_loss >= 0.0) {
+            return Err(Error::config("z_loss", self.z_loss, "a number of at least 0"));
+        }
+        if self.recompute == Recompute::KeepEvery(0) {
+            return Err(Error::config("recompute.keep_every", 0, "at least 1 (or `all`)"));
+        }
+        match &self.router_bias {
+            Some(router_bias) => router_bias.validate(),
+            None => Ok(()),
+        }
+    }
+}

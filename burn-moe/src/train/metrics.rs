@@ -1,0 +1,209 @@
+//! What one optimizer step reports.
+
+use std::fmt;
+
+use burn::tensor::Tensor;
+use burn_ep_backend::MoeBackend;
+use burn_ep_backend::comm::EpGroup;
+use serde::{Deserialize, Serialize};
+
+use super::MicroBatchStats;
+use crate::error::Result;
+
+/// Rows per expert of one block in one step.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct ExpertLoad {
+    /// Index of the block.
+    pub block: usize,
+    /// Unmasked rows of each expert, over all micro-batches and ranks.
+    pub counts: Vec<f64>,
+}
+
+impl ExpertLoad {
+    /// Busiest expert over the mean; 1 is perfect balance, E is one expert doing everything. 0 without rows.
+    pub fn max_over_mean(&self) -> f64 {
+        let total: f64 = self.counts.iter().sum();
+        if total == 0.0 {
+            return 0.0;
+        }
+        self.counts.iter().copied().fold(0.0, f64::max) * self.counts.len() as f64 / total
+    }
+}
+
+/// One optimizer step in numbers. Losses are over all micro-batches and ranks.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct StepReport {
+    /// 1 for the first step.
+    pub step: u64,
+    /// Cross entropy per label token, in nats.
+    pub loss: f64,
+    /// Balance loss without coefficient, mean over micro-batches; None when the model has none.
+    pub balance_loss: Option<f64>,
+    /// Router z-loss without coefficient; None when switched off.
+    pub z_loss: Option<f64>,
+    /// Norm of the whole gradient before clipping.
+    pub grad_norm: f64,
+    /// Learning rate of this step.
+    pub lr: f64,
+    /// Tokens, padding included, over all ranks.
+    pub tokens: u64,
+    /// Tokens that counted towards the loss, over all ranks.
+    pub label_tokens: u64,
+    /// Wall time of the step, optimizer included.
+    pub seconds: f64,
+    /// Load of every block with routed experts.
+    pub expert_load: Vec<ExpertLoad>,
+}
+
+impl StepReport {
+    /// Tokens per second over all ranks, optimizer included.
+    pub fn tokens_per_second(&self) -> f64 {
+        self.tokens as f64 / self.seconds.max(1e-9)
+    }
+
+    /// Worst [`ExpertLoad::max_over_mean`] of all blocks; None without routed experts.
+    pub fn worst_load(&self) -> Option<f64> {
+        self.expert_load.iter().map(ExpertLoad::max_over_mean).reduce(f64::max)
+    }
+}
+
+impl fmt::Display for StepReport {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "step {} loss {:.4}", self.step, self.loss)?;
+        if let Some(balance) = self.balance_loss {
+            write!(f, " balance {balance:.3}")?;
+        }
+        if let Some(z) = self.z_loss {
+            write!(f, " z {z:.3}")?;
+        }
+        write!(
+            f,
+            " grad {:.3} lr {:.2e} {:.0} tokens/s",
+            self.grad_norm,
+            self.lr,
+            self.tokens_per_second()
+        )?;
+        match self.worst_load() {
+            Some(load) => write!(f, " load {load:.2}x"),
+            None => Ok(()),
+        }
+    }
+}
+
+/// Loss terms of a step while its micro-batches run.
+#[derive(Debug)]
+pub(super) struct StepSums<B: MoeBackend> {
+    cross_entropy: Option<Tensor<B, 1>>,
+    load: Vec<Option<Tensor<B, 1>>>,
+    balance: Vec<f64>,
+    z: Vec<f64>,
+}
+
+/// Host values of [`StepSums`], over all ranks.
+#[derive(Debug)]
+pub(super) struct StepTotals {
+    pub cross_entropy: f64,
+    /// Per block.
+    pub load: Vec<Option<Vec<f64>>>,
+    /// Means over micro-batches (over ranks too, where each has its own).
+    pub balance: Option<f64>,
+    pub z: Option<f64>,
+}
+
+impl<B: MoeBackend> StepSums<B> {
+    pub fn new() -> Self {
+        Self {
+            cross_entropy: None,
+            load: Vec::new(),
+            balance: Vec::new(),
+            z: Vec::new(),
+        }
+    }
+
+    pub fn add(&mut self, stats: MicroBatchStats<B>) {
+        let plus = |old: Option<Tensor<B, 1>>, new: Tensor<B, 1>| match old {
+            Some(old) => old + new,
+            None => new,
+        };
+        self.cross_entropy = Some(plus(self.cross_entropy.take(), stats.cross_entropy_sum));
+        self.load.resize(stats.expert_load.len(), None);
+        for (sum, new) in self.load.iter_mut().zip(stats.expert_load) {
+            if let Some(new) = new {
+                *sum = Some(plus(sum.take(), new));
+            }
+        }
+        self.balance.extend(stats.balance);
+        self.z.extend(stats.z_loss);
+    }
+
+    /// Reads the sums from the device, all in one transfer, and adds them up over ranks.
+    pub fn totals(self, ep: Option<&EpGroup>) -> Result<StepTotals> {
+        let widths: Vec<Option<usize>> = self.load.iter().map(|l| l.as_ref().map(|l| l.dims()[0])).collect();
+        let with_cross_entropy = self.cross_entropy.is_some();
+        let parts: Vec<Tensor<B, 1>> = self.cross_entropy.into_iter().chain(self.load.into_iter().flatten()).collect();
+        let mut values: Vec<f64> = match parts.is_empty() {
+            true => Vec::new(),
+            false => Tensor::cat(parts, 0).into_data().iter::<f64>().collect(),
+        };
+        let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len().max(1) as f64;
+        values.extend([mean(&self.balance), mean(&self.z)]);
+        let mut world = 1.0;
+        if let Some(ep) = ep.filter(|ep| ep.size() > 1) {
+            ep.comm().get().all_reduce_sum_f64(&mut values)?;
+            world = ep.size() as f64;
+        }
+        let z = values.pop().unwrap_or(f64::NAN) / world;
+        let balance = values.pop().unwrap_or(f64::NAN) / world;
+        let mut values = values.into_iter();
+        Ok(StepTotals {
+            cross_entropy: if with_cross_entropy {
+                values.next().unwrap_or(f64::NAN)
+            } else {
+                0.0
+            },
+            load: widths
+                .into_iter()
+                .map(|width| width.map(|width| values.by_ref().take(width).collect()))
+                .collect(),
+            balance: (!self.balance.is_empty()).then_some(balance),
+            z: (!self.z.is_empty()).then_some(z),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_flex::Flex;
+
+    use super::*;
+
+    #[test]
+    fn load_is_one_when_balanced_and_e_when_collapsed() {
+        let load = |counts: &[f64]| ExpertLoad {
+            block: 0,
+            counts: counts.to_vec(),
+        };
+        assert_eq!(load(&[3.0, 3.0, 3.0, 3.0]).max_over_mean(), 1.0);
+        assert_eq!(load(&[8.0, 0.0, 0.0, 0.0]).max_over_mean(), 4.0);
+        assert_eq!(load(&[0.0, 0.0]).max_over_mean(), 0.0);
+    }
+
+    #[test]
+    fn sums_run_over_micro_batches_and_keep_blocks_apart() {
+        let tensor = |v: &[f32]| Tensor::<Flex, 1>::from_floats(v, &Default::default());
+        let mut sums = StepSums::<Flex>::new();
+        for i in [1.0, 2.0] {
+            sums.add(MicroBatchStats {
+                cross_entropy_sum: tensor(&[10.0 * i]),
+                balance: Some(f64::from(i)),
+                z_loss: None,
+                expert_load: vec![Some(tensor(&[i, 0.0])), None, Some(tensor(&[1.0, 2.0, 3.0]))],
+            });
+        }
+        let totals = sums.totals(None).unwrap();
+        assert_eq!(totals.cross_entropy, 30.0);
+        assert_eq!(totals.balance, Some(1.5));
+        assert_eq!(totals.z, None);
+        assert_eq!(totals.load, [Some(vec![3.0, 0.0]), None, Some(vec![2.0, 4.0, 6.0])]);
+    }
+}

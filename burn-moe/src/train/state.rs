@@ -1,0 +1,344 @@
+//! Training state on disk: what a run needs to continue, beyond the weights.
+//!
+//! ```text
+//! <checkpoint>/                     the model, written by the caller's SaveModel (a Hugging Face folder)
+//! <checkpoint>/training_state/
+//!     optimizer.safetensors         <path>.exp_avg, <path>.exp_avg_sq, <path>.master
+//!     trainer_state.json            step, token count, data position, settings, update counts
+//! ```
+//!
+//! Tensors have the names and shapes of the whole model: routed experts are gathered over the ranks and sliced again when
+//! loading, so that a run may continue with another expert-parallel size.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::path::{Path, PathBuf};
+
+use burn::tensor::{DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use burn_backend::tensor::FloatTensor;
+use burn_ep_backend::MoeBackend;
+use burn_ep_backend::comm::EpGroup;
+use safetensors::SafeTensors;
+use safetensors::tensor::Metadata;
+use serde::{Deserialize, Serialize};
+
+use super::TrainerConfig;
+use crate::error::{Error, Result};
+use crate::optim::{AdamW, AdamWMoments, ParamInfo, ParamTable};
+
+/// Folder of the state inside a checkpoint.
+pub const STATE_DIR: &str = "training_state";
+const TENSORS: &str = "optimizer.safetensors";
+const JSON: &str = "trainer_state.json";
+const FORMAT: u32 = 1;
+
+/// The part of the state that is no tensor.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct TrainerState {
+    /// Version of this format.
+    pub format: u32,
+    /// Optimizer steps done.
+    pub step: u64,
+    /// Tokens seen, over all ranks.
+    pub tokens: u64,
+    /// Position of the data source, in its own terms.
+    pub data: serde_json::Value,
+    /// Settings of the run that wrote the state.
+    pub config: TrainerConfig,
+    /// Updates of each parameter that the optimizer has state for, by path.
+    pub updates: BTreeMap<String, u64>,
+}
+
+impl TrainerState {
+    /// State of an optimizer after `step` steps.
+    pub(super) fn new<B: MoeBackend>(
+        step: u64,
+        tokens: u64,
+        data: serde_json::Value,
+        config: TrainerConfig,
+        optimizer: &AdamW<B>,
+        table: &ParamTable,
+    ) -> Self {
+        let updates = table
+            .entries()
+            .iter()
+            .filter_map(|info| Some((info.path.clone(), optimizer.state(info.id)?.step)))
+            .collect();
+        Self {
+            format: FORMAT,
+            step,
+            tokens,
+            data,
+            config,
+            updates,
+        }
+    }
+
+    /// Reads `dir/training_state/trainer_state.json`.
+    pub fn read(dir: &Path) -> Result<Self> {
+        let path = dir.join(STATE_DIR).join(JSON);
+        let text = std::fs::read_to_string(&path).map_err(|e| Error::io(&path, "read", e))?;
+        let state: Self =
+            serde_json::from_str(&text).map_err(|e| Error::checkpoint(&path, "training state", e, "the format this version writes"))?;
+        if state.format != FORMAT {
+            return Err(Error::checkpoint(&path, "format", state.format, FORMAT));
+        }
+        Ok(state)
+    }
+}
+
+/// Writes the state into `dir/training_state`, synced to disk. Every rank of `ep` must call it; rank 0 writes.
+pub(super) fn write_state<B: MoeBackend>(
+    dir: &Path,
+    state: &TrainerState,
+    optimizer: &AdamW<B>,
+    table: &ParamTable,
+    ep: Option<&EpGroup>,
+) -> Result<()> {
+    let writer = ep.is_none_or(|ep| ep.rank() == 0);
+    let folder = dir.join(STATE_DIR);
+    if writer {
+        std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "create", e))?;
+    }
+    write_tensors(writer.then(|| folder.join(TENSORS)).as_deref(), optimizer, table, ep)?;
+    if writer {
+        let path = folder.join(JSON);
+        let text = serde_json::to_string_pretty(state).map_err(|e| Error::checkpoint(&path, "training state", e, "plain JSON values"))?;
+        let mut file = File::create(&path).map_err(|e| Error::io(&path, "create", e))?;
+        file.write_all(text.as_bytes())
+            .and_then(|()| file.sync_all())
+            .map_err(|e| Error::io(&path, "write", e))?;
+    }
+    Ok(())
+}
+
+/// Loads the optimizer state of `dir` for the parameters in `table`; a rank of `ep` takes its share of the experts.
+pub(super) fn read_tensors<B: MoeBackend>(
+    dir: &Path,
+    state: &TrainerState,
+    optimizer: &mut AdamW<B>,
+    table: &ParamTable,
+    ep: Option<&EpGroup>,
+    device: &B::Device,
+) -> Result<()> {
+    let mut file = StateFile::open(dir.join(STATE_DIR).join(TENSORS))?;
+    let path = file.path.clone();
+    let known: Vec<&str> = table.entries().iter().map(|info| info.path.as_str()).collect();
+    if let Some(unknown) = state.updates.keys().find(|name| !known.contains(&name.as_str())) {
+        return Err(Error::checkpoint(
+            &path,
+            "optimizer state",
+            format!("parameter `{unknown}`"),
+            "parameters of this model only",
+        ));
+    }
+    for info in table.entries() {
+        let Some(&step) = state.updates.get(&info.path) else { continue };
+        let missing = |name: &'static str| {
+            let path = &path;
+            move || Error::checkpoint(&path, format!("tensor `{}.{name}`", info.path), "none", "one")
+        };
+        let moments = AdamWMoments {
+            step,
+            m: file.tensor::<B>(info, "exp_avg", ep, device)?.ok_or_else(missing("exp_avg"))?,
+            v: file
+                .tensor::<B>(info, "exp_avg_sq", ep, device)?
+                .ok_or_else(missing("exp_avg_sq"))?,
+            master: file.tensor::<B>(info, "master", ep, device)?,
+        };
+        optimizer
+            .check_state(info, &moments)
+            .map_err(|(found, expected)| Error::checkpoint(&path, format!("state of `{}`", info.path), found, expected))?;
+        optimizer.set_state(info.id, moments);
+    }
+    Ok(())
+}
+
+fn parts<B: MoeBackend>(moments: &AdamWMoments<B>) -> impl Iterator<Item = (&'static str, &FloatTensor<B>)> {
+    [("exp_avg", &moments.m), ("exp_avg_sq", &moments.v)]
+        .into_iter()
+        .chain(moments.master.iter().map(|master| ("master", master)))
+}
+
+/// Ranks that share a parameter along its first axis.
+fn shares(info: &ParamInfo, ep: Option<&EpGroup>) -> usize {
+    if info.is_expert() { ep.map_or(1, EpGroup::size) } else { 1 }
+}
+
+#[derive(Serialize)]
+struct HeaderEntry {
+    dtype: &'static str,
+    shape: Vec<usize>,
+    data_offsets: [usize; 2],
+}
+
+/// Streams one tensor at a time. Parameters are visited in module order, which all ranks share, so the gathers match.
+fn write_tensors<B: MoeBackend>(path: Option<&Path>, optimizer: &AdamW<B>, table: &ParamTable, ep: Option<&EpGroup>) -> Result<()> {
+    let entries: Vec<(&ParamInfo, &AdamWMoments<B>)> = table
+        .entries()
+        .iter()
+        .filter_map(|info| Some((info, optimizer.state(info.id)?)))
+        .collect();
+    let mut file = match path {
+        Some(path) => Some((path, BufWriter::new(File::create(path).map_err(|e| Error::io(path, "create", e))?))),
+        None => None,
+    };
+    let put = |file: &mut Option<(&Path, BufWriter<File>)>, bytes: &[u8]| match file {
+        Some((path, file)) => file.write_all(bytes).map_err(|e| Error::io(*path, "write", e)),
+        None => Ok(()),
+    };
+
+    let mut header = BTreeMap::new();
+    let mut offset = 0;
+    for (info, moments) in &entries {
+        for (name, tensor) in parts(moments) {
+            let mut shape = tensor.shape().as_slice().to_vec();
+            if let Some(first) = shape.first_mut() {
+                *first *= shares(info, ep);
+            }
+            let end = offset + shape.iter().product::<usize>() * tensor.dtype().size();
+            let entry = HeaderEntry {
+                dtype: dtype_name(tensor.dtype(), info)?,
+                shape,
+                data_offsets: [offset, end],
+            };
+            header.insert(format!("{}.{name}", info.path), entry);
+            offset = end;
+        }
+    }
+    let shown = path.unwrap_or(Path::new(TENSORS));
+    let mut header = serde_json::to_vec(&header).map_err(|e| Error::checkpoint(shown, "header", e, "plain JSON"))?;
+    header.resize(header.len().next_multiple_of(8), b' ');
+    put(&mut file, &(header.len() as u64).to_le_bytes())?;
+    put(&mut file, &header)?;
+
+    for (info, moments) in &entries {
+        for (_, tensor) in parts(moments) {
+            let tensor = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(B::float_reshape(
+                tensor.clone(),
+                Shape::new([tensor.shape().num_elements()]),
+            )));
+            let data = tensor.into_data();
+            match ep.filter(|_| shares(info, ep) > 1) {
+                Some(ep) => {
+                    for share in ep.comm().get().all_gather(data.as_bytes().to_vec())? {
+                        put(&mut file, &share)?;
+                    }
+                }
+                None => put(&mut file, data.as_bytes())?,
+            }
+        }
+    }
+    if let Some((path, mut file)) = file {
+        file.flush()
+            .and_then(|()| file.get_ref().sync_all())
+            .map_err(|e| Error::io(path, "write", e))?;
+    }
+    Ok(())
+}
+
+/// An optimizer file, read one tensor at a time.
+struct StateFile {
+    path: PathBuf,
+    file: File,
+    metadata: Metadata,
+    data_start: u64,
+}
+
+impl StateFile {
+    fn open(path: PathBuf) -> Result<Self> {
+        let io = |e| Error::io(&path, "read", e);
+        let mut file = File::open(&path).map_err(io)?;
+        let length = file.metadata().map_err(io)?.len();
+        let mut size = [0; 8];
+        file.read_exact(&mut size).map_err(io)?;
+        let header = u64::from_le_bytes(size);
+        if header > length - 8 {
+            return Err(Error::checkpoint(
+                &path,
+                "header length",
+                header,
+                format!("at most {} (the rest of the file)", length - 8),
+            ));
+        }
+        let mut bytes = size.to_vec();
+        bytes.resize(8 + header as usize, 0);
+        file.read_exact(&mut bytes[8..]).map_err(io)?;
+        let (_, metadata) =
+            SafeTensors::read_metadata(&bytes).map_err(|e| Error::checkpoint(&path, "header", e, "a safetensors header"))?;
+        let data_start = bytes.len() as u64;
+        let expected = data_start + metadata.data_len() as u64;
+        if length != expected {
+            return Err(Error::checkpoint(
+                &path,
+                "file length",
+                length,
+                format!("{expected} bytes, as the header says"),
+            ));
+        }
+        Ok(Self {
+            path,
+            file,
+            metadata,
+            data_start,
+        })
+    }
+
+    /// This rank's share of a tensor; None when the file has none of that name.
+    fn tensor<B: MoeBackend>(
+        &mut self,
+        info: &ParamInfo,
+        name: &str,
+        ep: Option<&EpGroup>,
+        device: &B::Device,
+    ) -> Result<Option<FloatTensor<B>>> {
+        let Some(entry) = self.metadata.info(&format!("{}.{name}", info.path)) else {
+            return Ok(None);
+        };
+        let what = || format!("tensor `{}.{name}`", info.path);
+        let dtype = match entry.dtype {
+            safetensors::Dtype::F32 => DType::F32,
+            safetensors::Dtype::F64 => DType::F64,
+            safetensors::Dtype::BF16 => DType::BF16,
+            safetensors::Dtype::F16 => DType::F16,
+            other => return Err(Error::checkpoint(&self.path, what(), format!("dtype {other:?}"), "a float dtype")),
+        };
+        let shares = shares(info, ep);
+        let mut whole = info.shape.clone();
+        if let Some(first) = whole.first_mut() {
+            *first *= shares;
+        }
+        if entry.shape != whole {
+            return Err(Error::checkpoint(
+                &self.path,
+                what(),
+                format!("shape {:?}", entry.shape),
+                format!("{whole:?}"),
+            ));
+        }
+        let (start, end) = entry.data_offsets;
+        let share = (end - start) / shares;
+        let rank = if shares > 1 { ep.map_or(0, EpGroup::rank) } else { 0 };
+        let mut bytes = vec![0; share];
+        self.file
+            .seek(SeekFrom::Start(self.data_start + (start + rank * share) as u64))
+            .and_then(|_| self.file.read_exact(&mut bytes))
+            .map_err(|e| Error::io(&self.path, "read", e))?;
+        let data = TensorData::from_bytes_vec(bytes, info.shape.clone(), dtype);
+        Ok(Some(B::float_from_data(data, device)))
+    }
+}
+
+fn dtype_name(dtype: DType, info: &ParamInfo) -> Result<&'static str> {
+    match dtype {
+        DType::F32 => Ok("F32"),
+        DType::F64 => Ok("F64"),
+        DType::BF16 => Ok("BF16"),
+        DType::F16 => Ok("F16"),
+        other => Err(Error::Mismatch(format!(
+            "optimizer state of `{}`: found dtype {other:?}, expected a float dtype",
+            info.path
+        ))),
+    }
+}

@@ -1,0 +1,333 @@
+//! The training loop.
+//!
+//! One step: forward and backward of every micro-batch, sum over ranks, global norm, clip, AdamW, router bias. The model is
+//! moved through the update, so that parameters change in place.
+
+use std::path::Path;
+use std::time::Instant;
+
+use burn_ep_backend::CrossEntropyDesc;
+use burn_ep_backend::comm::EpGroup;
+
+use super::checkpoint::write_folder;
+use super::metrics::{ExpertLoad, StepReport, StepSums, StepTotals};
+use super::state::{TrainerState, read_tensors, write_state};
+use super::{BatchSource, Interrupt, SaveModel, SavePlan, StepSettings, TrainBackend, TrainableLm, TrainerConfig};
+use super::{forward_backward, no_hook};
+use crate::batch::HostBatch;
+use crate::error::{Error, Result};
+use crate::loss::label_scale;
+use crate::optim::{AdamW, GradStore, ParamTable, check_router_bias, clip_factor, freeze, global_norm, update_router_bias};
+
+/// Why [`Trainer::run`] returned.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunEnd {
+    /// All steps are done.
+    Finished,
+    /// Somebody asked to stop; a later run can resume.
+    Interrupted,
+    /// The data ended before the steps did.
+    OutOfData,
+}
+
+/// A model in training.
+#[derive(Debug)]
+pub struct Trainer<B: TrainBackend, M> {
+    /// Always there between steps; taken while an update moves it.
+    model: Option<M>,
+    config: TrainerConfig,
+    device: B::Device,
+    optimizer: AdamW<B::InnerBackend>,
+    table: ParamTable,
+    ep: Option<EpGroup>,
+    step: u64,
+    tokens: u64,
+}
+
+impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
+    /// Prepares training. `ep` is the group over which the model's experts are spread; None when all are here.
+    ///
+    /// Fails when a setting is out of range, a name pattern matches nothing, or nothing is left to train.
+    pub fn new(model: M, config: TrainerConfig, device: B::Device, ep: Option<EpGroup>) -> Result<Self> {
+        config.validate()?;
+        let optimizer = AdamW::new(config.optimizer.clone(), ParamTable::new(&model))?;
+        let model = freeze(model, optimizer.groups());
+        let table = ParamTable::new(&model);
+        if table.trainable().next().is_none() {
+            return Err(Error::config(
+                "optimizer.groups",
+                "every parameter frozen",
+                "at least one trainable parameter",
+            ));
+        }
+        if let Some(router_bias) = &config.router_bias {
+            check_router_bias(&table, router_bias)?;
+        }
+        Ok(Self {
+            model: Some(model),
+            config,
+            device,
+            optimizer,
+            table,
+            ep,
+            step: 0,
+            tokens: 0,
+        })
+    }
+
+    /// The model.
+    pub fn model(&self) -> &M {
+        self.model.as_ref().expect("the model is only away inside a step")
+    }
+
+    /// Ends training and returns the model.
+    pub fn into_model(self) -> M {
+        self.model.expect("the model is only away inside a step")
+    }
+
+    /// Optimizer steps done.
+    pub fn step(&self) -> u64 {
+        self.step
+    }
+
+    /// Tokens seen, over all ranks.
+    pub fn tokens(&self) -> u64 {
+        self.tokens
+    }
+
+    /// The model's parameters.
+    pub fn parameters(&self) -> &ParamTable {
+        &self.table
+    }
+
+    /// The optimizer with its state.
+    pub fn optimizer(&self) -> &AdamW<B::InnerBackend> {
+        &self.optimizer
+    }
+
+    /// Trains until the configured number of steps is reached, the data ends, or `interrupt` asks to stop; calls `on_step`
+    /// after every step. With `save`, writes checkpoints as planned and one at the end, whatever ended the run.
+    pub fn run(
+        &mut self,
+        source: &mut dyn BatchSource,
+        interrupt: &Interrupt,
+        save: Option<(&SavePlan, &dyn SaveModel<M>)>,
+        on_step: &mut dyn FnMut(&StepReport),
+    ) -> Result<RunEnd> {
+        let result = self.run_steps(source, interrupt, save, on_step);
+        self.abort_on_error(result)
+    }
+
+    fn run_steps(
+        &mut self,
+        source: &mut dyn BatchSource,
+        interrupt: &Interrupt,
+        save: Option<(&SavePlan, &dyn SaveModel<M>)>,
+        on_step: &mut dyn FnMut(&StepReport),
+    ) -> Result<RunEnd> {
+        if let Some((plan, _)) = save {
+            plan.validate()?;
+        }
+        let mut saved_at = None;
+        let (end, position) = loop {
+            let position = source.position()?;
+            if self.any_rank(interrupt.requested())? {
+                break (RunEnd::Interrupted, position);
+            }
+            if self.step >= self.config.steps {
+                break (RunEnd::Finished, position);
+            }
+            let mut micro_batches = Vec::with_capacity(self.config.micro_batches);
+            while micro_batches.len() < self.config.micro_batches
+                && let Some(batch) = source.next_batch()?
+            {
+                micro_batches.push(batch);
+            }
+            if self.any_rank(micro_batches.len() < self.config.micro_batches)? {
+                break (RunEnd::OutOfData, position);
+            }
+            let report = self.train_step(&micro_batches)?;
+            on_step(&report);
+            if let Some((plan, save_model)) = save
+                && plan.every.is_some_and(|every| self.step.is_multiple_of(every))
+            {
+                self.save(&plan.checkpoint(self.step), save_model, source.position()?)?;
+                saved_at = Some(self.step);
+                self.prune(plan)?;
+            }
+        };
+        if let Some((plan, save_model)) = save
+            && saved_at != Some(self.step)
+        {
+            self.save(&plan.checkpoint(self.step), save_model, position)?;
+            self.prune(plan)?;
+        }
+        Ok(end)
+    }
+
+    /// One optimizer step over the given micro-batches of this rank. On an error the parameters are unchanged.
+    pub fn train_step(&mut self, micro_batches: &[HostBatch]) -> Result<StepReport> {
+        let result = self.step_inner(micro_batches);
+        self.abort_on_error(result)
+    }
+
+    fn step_inner(&mut self, micro_batches: &[HostBatch]) -> Result<StepReport> {
+        let start = Instant::now();
+        if micro_batches.is_empty() {
+            return Err(Error::config("micro_batches", 0, "at least 1"));
+        }
+        let labels: usize = micro_batches.iter().map(HostBatch::num_label_tokens).sum();
+        let tokens: usize = micro_batches.iter().map(HostBatch::tokens).sum();
+        let mut counts = [labels as f64, tokens as f64];
+        self.all_reduce(&mut counts)?;
+        let [labels, tokens] = counts;
+
+        let (mut grads, totals) = self.gradients(micro_batches, labels)?;
+        let loss = totals.cross_entropy * label_scale(labels);
+        let step = self.step + 1;
+        self.check_finite(step, "loss", loss)?;
+        self.check_finite(step, "balance loss", totals.balance.unwrap_or(0.0))?;
+        self.check_finite(step, "z-loss", totals.z.unwrap_or(0.0))?;
+
+        let grad_norm = global_norm(&grads, &self.table, self.ep.as_ref())?;
+        self.check_finite(step, "gradient norm", grad_norm)?;
+        let factor = self.config.max_grad_norm.map_or(1.0, |max| clip_factor(grad_norm, max));
+        let lr = self.config.schedule.lr(self.step, self.config.steps);
+        self.update(&mut grads, &totals, lr, factor)?;
+
+        if step == 1 {
+            let uniform = (self.model().vocab_size() as f64).ln();
+            tracing::info!(loss, uniform, "first loss, next to that of a uniform guess");
+        }
+        self.step = step;
+        self.tokens += tokens as u64;
+        let expert_load = totals.load.into_iter().enumerate();
+        Ok(StepReport {
+            step,
+            loss,
+            balance_loss: totals.balance,
+            z_loss: totals.z,
+            grad_norm,
+            lr,
+            tokens: tokens as u64,
+            label_tokens: labels as u64,
+            seconds: start.elapsed().as_secs_f64(),
+            expert_load: expert_load
+                .filter_map(|(block, counts)| Some(ExpertLoad { block, counts: counts? }))
+                .collect(),
+        })
+    }
+
+    /// Gradients of the whole step, summed over micro-batches and ranks, and the loss sums.
+    fn gradients(&self, micro_batches: &[HostBatch], labels: f64) -> Result<(GradStore<B::InnerBackend>, StepTotals)> {
+        let settings = StepSettings {
+            label_scale: label_scale(labels),
+            micro_batch_weight: 1.0 / micro_batches.len() as f64,
+            recompute: self.config.recompute,
+            aux_scaling: self.config.aux_scaling,
+            z_loss: self.config.z_loss,
+            ep: self.ep.clone(),
+            force_balanced: self.config.force_balanced,
+            cross_entropy: CrossEntropyDesc::default(),
+        };
+        let mut grads = GradStore::new();
+        let mut sums = StepSums::new();
+        for batch in micro_batches {
+            sums.add(forward_backward::<B, M>(
+                self.model(),
+                batch,
+                &self.device,
+                &settings,
+                &mut grads,
+                &mut no_hook,
+            )?);
+        }
+        let totals = sums.totals(self.ep.as_ref())?;
+        if let Some(ep) = self.ep.as_ref().filter(|ep| ep.size() > 1) {
+            return Err(Error::config("ep", ep.size(), "1: gradients cannot be reduced yet"));
+        }
+        Ok((grads, totals))
+    }
+
+    /// AdamW and router bias. Everything that can fail is checked before the model moves.
+    fn update(&mut self, grads: &mut GradStore<B::InnerBackend>, totals: &StepTotals, lr: f64, factor: f64) -> Result<()> {
+        self.optimizer.check(grads)?;
+        if let Some(model) = self.model.take() {
+            self.model = Some(self.optimizer.step_checked::<B, M>(model, grads, lr, factor));
+        }
+        if let Some(router_bias) = &self.config.router_bias {
+            // The clone shares all buffers but the biases'.
+            let model = update_router_bias(self.model().clone(), &totals.load, router_bias, self.optimizer.groups())?;
+            self.model = Some(model);
+        }
+        Ok(())
+    }
+
+    /// Writes model and training state to `dir`, which appears complete or not at all. Every rank calls it. `data` is the
+    /// position of the next micro-batch.
+    pub fn save(&self, dir: &Path, save_model: &dyn SaveModel<M>, data: serde_json::Value) -> Result<()> {
+        let state = TrainerState::new(self.step, self.tokens, data, self.config.clone(), &self.optimizer, &self.table);
+        write_folder(dir, self.ep.as_ref(), |dir| {
+            save_model.save(self.model(), dir)?;
+            write_state(dir, &state, &self.optimizer, &self.table, self.ep.as_ref())
+        })
+    }
+
+    /// Continues the run that wrote `dir`: step count, optimizer state and data position. The weights are the caller's part,
+    /// since the trainer was made from a model (load it from the same folder). Changed settings are reported in the log.
+    pub fn resume(&mut self, dir: &Path, source: &mut dyn BatchSource) -> Result<()> {
+        let state = TrainerState::read(dir)?;
+        if state.step > self.config.steps {
+            return Err(Error::config(
+                "steps",
+                self.config.steps,
+                format!("at least the {} steps that {} has behind it", state.step, dir.display()),
+            ));
+        }
+        if state.config != self.config {
+            tracing::warn!(saved = ?state.config, now = ?self.config, "resuming with other settings");
+        }
+        read_tensors(dir, &state, &mut self.optimizer, &self.table, self.ep.as_ref(), &self.device)?;
+        source.restore(&state.data)?;
+        self.step = state.step;
+        self.tokens = state.tokens;
+        Ok(())
+    }
+
+    fn prune(&self, plan: &SavePlan) -> Result<()> {
+        match self.ep.as_ref().is_none_or(|ep| ep.rank() == 0) {
+            true => plan.prune(),
+            false => Ok(()),
+        }
+    }
+
+    fn check_finite(&self, step: u64, what: &str, value: f64) -> Result<()> {
+        if value.is_finite() {
+            return Ok(());
+        }
+        let why = format!("{what} is {value}; the parameters are unchanged. Lower the learning rate, or look at this step's data");
+        Err(Error::Training { step, why })
+    }
+
+    fn all_reduce(&self, values: &mut [f64]) -> Result<()> {
+        match self.ep.as_ref().filter(|ep| ep.size() > 1) {
+            Some(ep) => Ok(ep.comm().get().all_reduce_sum_f64(values)?),
+            None => Ok(()),
+        }
+    }
+
+    /// True on every rank when `flag` is true on any: all must take the same way.
+    fn any_rank(&self, flag: bool) -> Result<bool> {
+        let mut count = [f64::from(u8::from(flag))];
+        self.all_reduce(&mut count)?;
+        Ok(count[0] > 0.0)
+    }
+
+    /// Lets the other ranks end with an error instead of waiting for this one.
+    fn abort_on_error<T>(&self, result: Result<T>) -> Result<T> {
+        if let (Err(error), Some(ep)) = (&result, &self.ep) {
+            ep.comm().get().abort(&error.to_string());
+        }
+        result
+    }
+}
