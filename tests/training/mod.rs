@@ -1,2 +1,10 @@
+//! Data; losses, gradients, optimizer and trainer on a toy model whose answers can be computed by hand or in one graph.
+
+mod cases;
 mod data;
 mod data_chat;
+mod learner;
+mod optimizer;
+mod step;
+mod toy;
+mod trainer;
