@@ -4,8 +4,8 @@ use burn::tensor::{Tensor, TensorData};
 use burn_moe::batch::HostBatch;
 use burn_moe::loss::BalanceStats;
 use burn_moe::model::AuxLossSettings;
-use burn_moe::optim::{AdamWConfig, GradStore, ParamGroup, ParamTable, RouterBiasConfig, global_norm, update_router_bias};
 use burn_moe::optim::{AdamW, freeze};
+use burn_moe::optim::{AdamWConfig, GradStore, ParamGroup, ParamTable, RouterBiasConfig, global_norm, update_router_bias};
 use burn_moe::train::{Decay, Recompute, Schedule, StepReport, StepSettings, Trainer, TrainerConfig, forward_backward, no_hook};
 
 use super::step::{by_path, snapshot};
@@ -36,7 +36,11 @@ fn weight_decay_spares_the_listed_groups() {
     }
     let mut optimizer = AdamW::<Inner>::new(config, table).unwrap();
     let model = optimizer.step::<B, _>(model, &mut grads, 1.0, 1.0).unwrap();
-    let spared = ["norm.weight", "layers.1.mixer.gate.weight", "layers.1.mixer.gate.e_score_correction_bias"];
+    let spared = [
+        "norm.weight",
+        "layers.1.mixer.gate.weight",
+        "layers.1.mixer.gate.e_score_correction_bias",
+    ];
     let mut seen = 0;
     for ((path, old), (_, new)) in before.iter().zip(snapshot::<B, _>(&model)) {
         if spared.contains(&path.as_str()) {
@@ -44,7 +48,12 @@ fn weight_decay_spares_the_listed_groups() {
             assert_eq!(*old, new, "{path}");
             continue;
         }
-        let floats = |bytes: &[u8]| bytes.chunks(4).map(|c| f32::from_le_bytes(c.try_into().unwrap())).collect::<Vec<_>>();
+        let floats = |bytes: &[u8]| {
+            bytes
+                .chunks(4)
+                .map(|c| f32::from_le_bytes(c.try_into().unwrap()))
+                .collect::<Vec<_>>()
+        };
         for (o, n) in floats(old).into_iter().zip(floats(&new)) {
             assert!((n - 0.9 * o).abs() < 1e-6, "{path}: {o} {n}");
         }
@@ -75,7 +84,9 @@ fn a_balanced_router_has_balance_loss_k() {
         num_experts: 4,
         top_k: 2,
     };
-    let rows: Vec<f32> = (0..4).flat_map(|t| (0..4).map(move |e| if (e + t) % 4 < 2 { 5.0 } else { 0.0 })).collect();
+    let rows: Vec<f32> = (0..4)
+        .flat_map(|t| (0..4).map(move |e| if (e + t) % 4 < 2 { 5.0 } else { 0.0 }))
+        .collect();
     let logits = Tensor::<Inner, 2>::from_data(TensorData::new(rows, [4, 4]), &Default::default());
     let mut stats = BalanceStats::new(settings);
     stats.observe(logits, None, 4.0).unwrap();
@@ -107,8 +118,18 @@ fn padding_changes_no_loss_no_count_and_no_bias() {
     let run = |batch: &HostBatch| {
         let mut grads = GradStore::new();
         let stats = forward_backward::<B, _>(&model, batch, &Default::default(), &settings, &mut grads, &mut no_hook).unwrap();
-        let load: Vec<Option<Vec<f64>>> = stats.expert_load.into_iter().map(|l| l.map(|l| l.into_data().iter().collect())).collect();
-        (f64::from(stats.cross_entropy_sum.into_scalar()), stats.balance.unwrap(), stats.z_loss.unwrap(), load, by_path(&grads, &ParamTable::new(&model)))
+        let load: Vec<Option<Vec<f64>>> = stats
+            .expert_load
+            .into_iter()
+            .map(|l| l.map(|l| l.into_data().iter().collect()))
+            .collect();
+        (
+            f64::from(stats.cross_entropy_sum.into_scalar()),
+            stats.balance.unwrap(),
+            stats.z_loss.unwrap(),
+            load,
+            by_path(&grads, &ParamTable::new(&model)),
+        )
     };
     let (ce, balance, z, load, grads) = run(&batch);
     let (ce_p, balance_p, z_p, load_p, grads_p) = run(&padded);
@@ -120,7 +141,8 @@ fn padding_changes_no_loss_no_count_and_no_bias() {
 
     let groups = AdamW::<Inner>::new(AdamWConfig::default(), ParamTable::new(&model)).unwrap();
     let rate = RouterBiasConfig { rate: 1e-3 };
-    let biases = |load: &[Option<Vec<f64>>]| snapshot::<B, _>(&update_router_bias::<B, _>(model.clone(), load, &rate, groups.groups()).unwrap());
+    let biases =
+        |load: &[Option<Vec<f64>>]| snapshot::<B, _>(&update_router_bias::<B, _>(model.clone(), load, &rate, groups.groups()).unwrap());
     assert_eq!(biases(&load), biases(&load_p));
     assert_ne!(biases(&load), snapshot::<B, _>(&model));
 }
@@ -142,7 +164,13 @@ fn the_bias_update_skips_layers_without_bias() {
         .map(|(path, bytes)| (path, bytes.chunks(4).map(|c| f32::from_le_bytes(c.try_into().unwrap())).collect()))
         .collect();
     let paths: Vec<&str> = biases.iter().map(|(path, _)| path.as_str()).collect();
-    assert_eq!(paths, ["layers.0.mixer.gate.e_score_correction_bias", "layers.2.mixer.gate.e_score_correction_bias"]);
+    assert_eq!(
+        paths,
+        [
+            "layers.0.mixer.gate.e_score_correction_bias",
+            "layers.2.mixer.gate.e_score_correction_bias"
+        ]
+    );
     for (_, bias) in biases {
         for (got, want) in bias.iter().zip([-1.5e-3, 0.5e-3, 0.5e-3, 0.5e-3]) {
             assert!((got - want).abs() < 1e-9, "{got} {want}");
@@ -165,7 +193,11 @@ fn the_gradient_norm_counts_every_parameter_once() {
         let n: usize = info.shape.iter().product();
         let mut values = vec![0.0; n];
         values[..4].fill(value);
-        grads.insert_flat(info.id, Tensor::from_data(TensorData::new(values, [n]), &Default::default()), &info.shape);
+        grads.insert_flat(
+            info.id,
+            Tensor::from_data(TensorData::new(values, [n]), &Default::default()),
+            &info.shape,
+        );
     };
     put("norm.weight", 3.0);
     put("layers.0.mixer.experts.up_proj", 4.0);
@@ -218,7 +250,9 @@ fn a_frozen_router_keeps_its_bytes() {
     assert!(!frozen.is_empty() && !frozen.iter().any(|path| router(path)), "{frozen:?}");
     // The same run without the flag changes both router tensors.
     assert_eq!(run(vec![]).iter().filter(|path| router(path)).count(), 2);
-    let error = trainer("dd", vec![ParamGroup::new(ParamGroup::ROUTER).frozen()]).unwrap_err().to_string();
+    let error = trainer("dd", vec![ParamGroup::new(ParamGroup::ROUTER).frozen()])
+        .unwrap_err()
+        .to_string();
     assert!(error.contains("matches no parameter"), "{error}");
 }
 
@@ -229,8 +263,13 @@ fn router_bias_on_a_model_without_bias_is_an_error() {
         ..TrainerConfig::default()
     };
     let model: ToyLm<B> = ToyConfig::default().init(7);
-    let error = Trainer::<B, _>::new(model, config, Default::default(), None).unwrap_err().to_string();
-    assert!(error.contains("router_bias") && error.contains("e_score_correction_bias"), "{error}");
+    let error = Trainer::<B, _>::new(model, config, Default::default(), None)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("router_bias") && error.contains("e_score_correction_bias"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -245,7 +284,10 @@ fn freezing_everything_is_an_error() {
     };
     let optimizer = AdamW::<Inner>::new(groups, table).unwrap();
     let frozen = freeze::<B, _>(model, optimizer.groups());
-    assert_eq!(ParamTable::new(&frozen).trainable().count() + 1, ParamTable::new(&frozen).entries().len());
+    assert_eq!(
+        ParamTable::new(&frozen).trainable().count() + 1,
+        ParamTable::new(&frozen).entries().len()
+    );
 }
 
 #[test]
@@ -253,7 +295,9 @@ fn reports_count_experts_over_the_whole_step() {
     let mut trainer = trainer("db", vec![]).unwrap();
     let report: StepReport = trainer.train_step(&[random_batch(2, 5, 1), random_batch(1, 4, 2)]).unwrap();
     assert_eq!(report.tokens, 14);
-    let [load] = &report.expert_load[..] else { panic!("one routed block") };
+    let [load] = &report.expert_load[..] else {
+        panic!("one routed block")
+    };
     assert_eq!((load.block, load.counts.len()), (1, EXPERTS));
     assert_eq!(load.counts.iter().sum::<f64>(), 28.0);
 }

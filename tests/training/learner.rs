@@ -144,12 +144,20 @@ fn the_learner_trains_like_the_trainer() {
     let (model, log, failure) = train(steps.clone(), &config(6));
     assert!(failure.take().is_none());
 
-    let settings = TrainerConfig { micro_batches: 2, ..config(6) };
+    let settings = TrainerConfig {
+        micro_batches: 2,
+        ..config(6)
+    };
     let mut trainer = Trainer::<B, _>::new(toy(), settings, Default::default(), None).unwrap();
     let reports: Vec<_> = steps.iter().map(|step| trainer.train_step(step).unwrap()).collect();
 
     let log = log.0.lock().unwrap();
-    let named = |name: &str| log.iter().filter(|(id, _)| id.contains(name)).map(|(_, value)| *value).collect::<Vec<_>>();
+    let named = |name: &str| {
+        log.iter()
+            .filter(|(id, _)| id.contains(name))
+            .map(|(_, value)| *value)
+            .collect::<Vec<_>>()
+    };
     let losses = named("Loss");
     assert_eq!(losses.len(), 6);
     for (loss, report) in losses.iter().zip(&reports) {
@@ -162,12 +170,21 @@ fn the_learner_trains_like_the_trainer() {
 
     // Same weights, frozen ones untouched: clipping inside or before the optimizer rounds differently, nothing more.
     let trained = ToyLm::<B>::from_inner(model.model);
-    let floats = |bytes: &[u8]| bytes.chunks(4).map(|c| f32::from_le_bytes(c.try_into().unwrap())).collect::<Vec<_>>();
+    let floats = |bytes: &[u8]| {
+        bytes
+            .chunks(4)
+            .map(|c| f32::from_le_bytes(c.try_into().unwrap()))
+            .collect::<Vec<_>>()
+    };
     for ((path, got), (_, want)) in snapshot::<B, _>(&trained).iter().zip(snapshot::<B, _>(trainer.model())) {
         for (g, w) in floats(got).into_iter().zip(floats(&want)) {
             assert!((g - w).abs() < 1e-4, "{path}: {g} {w}");
         }
-        assert_eq!(path == "embed_tokens.weight", snapshot::<B, _>(&toy()).iter().any(|(p, old)| p == path && old == got), "{path}");
+        assert_eq!(
+            path == "embed_tokens.weight",
+            snapshot::<B, _>(&toy()).iter().any(|(p, old)| p == path && old == got),
+            "{path}"
+        );
     }
 }
 
@@ -194,5 +211,11 @@ fn settings_the_learner_cannot_honour_are_refused() {
         ..config(3)
     };
     assert!(error(&bias).contains("router_bias"));
-    assert!(error(&TrainerConfig { micro_batches: 2, ..config(3) }).contains("micro_batches"));
+    assert!(
+        error(&TrainerConfig {
+            micro_batches: 2,
+            ..config(3)
+        })
+        .contains("micro_batches")
+    );
 }

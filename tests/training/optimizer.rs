@@ -19,7 +19,11 @@ fn values(model: &ToyLm<B>) -> Vec<(String, Vec<f64>)> {
     let mut visitor = Values(Vec::new());
     model.visit(&mut visitor);
     let table = ParamTable::new(model);
-    visitor.0.into_iter().map(|(id, v)| (table.get(id).unwrap().path.clone(), v)).collect()
+    visitor
+        .0
+        .into_iter()
+        .map(|(id, v)| (table.get(id).unwrap().path.clone(), v))
+        .collect()
 }
 
 /// A gradient for every trainable parameter that depends on step and position.
@@ -30,7 +34,11 @@ fn gradients(table: &ParamTable, step: usize) -> (GradStore<Inner>, Vec<Vec<f64>
         let n: usize = info.shape.iter().product();
         let grad: Vec<f32> = (0..n).map(|i| ((i * 7 + p * 3 + step * 5) as f32 * 0.37).sin() * 0.1).collect();
         host.push(grad.iter().map(|&g| f64::from(g)).collect());
-        store.insert_flat(info.id, Tensor::from_data(TensorData::new(grad, [n]), &Default::default()), &info.shape);
+        store.insert_flat(
+            info.id,
+            Tensor::from_data(TensorData::new(grad, [n]), &Default::default()),
+            &info.shape,
+        );
     }
     (store, host)
 }
@@ -78,7 +86,14 @@ fn adamw_follows_the_formulas_with_groups_and_clipping() {
         .into_iter()
         .map(|(path, w)| {
             let zeros = vec![0.0; w.len()];
-            (path, Reference { m: zeros.clone(), v: zeros, w })
+            (
+                path,
+                Reference {
+                    m: zeros.clone(),
+                    v: zeros,
+                    w,
+                },
+            )
         })
         .collect();
     for (step, lr) in [1e-2, 2e-2, 5e-3].into_iter().enumerate() {
@@ -191,7 +206,12 @@ fn a_tied_weight_is_one_parameter_with_one_update() {
     let mut optimizer = AdamW::<Inner>::new(config(vec![]), table).unwrap();
     let model = optimizer.step::<B, _>(model, &mut grads, 1e-2, 1.0).unwrap();
     let end = values(&model);
-    let find = |list: &[(String, Vec<f64>)]| list.iter().filter(|(p, _)| p == "embed_tokens.weight").map(|(_, v)| v.clone()).collect::<Vec<_>>();
+    let find = |list: &[(String, Vec<f64>)]| {
+        list.iter()
+            .filter(|(p, _)| p == "embed_tokens.weight")
+            .map(|(_, v)| v.clone())
+            .collect::<Vec<_>>()
+    };
     let (start, end) = (find(&start), find(&end));
     assert_eq!(end.len(), 2);
     assert_eq!(end[0], end[1]);
@@ -205,13 +225,26 @@ fn groups_are_checked_against_the_model() {
     let table = ParamTable::new(&model);
     let error = |groups| AdamW::<Inner>::new(config(groups), table.clone()).unwrap_err();
     let missing = error(vec![ParamGroup::new("norm"), ParamGroup::new("no_such_layer").frozen()]).to_string();
-    assert!(missing.contains("groups[1].pattern") && missing.contains("no_such_layer"), "{missing}");
+    assert!(
+        missing.contains("groups[1].pattern") && missing.contains("no_such_layer"),
+        "{missing}"
+    );
     let invalid = error(vec![ParamGroup::new("(")]).to_string();
     assert!(invalid.contains("groups[0].pattern"), "{invalid}");
     let negative = error(vec![ParamGroup::new("norm").with_weight_decay(-1.0)]).to_string();
     assert!(negative.contains("groups[0].weight_decay") && negative.contains("-1"), "{negative}");
-    let beta = AdamW::<Inner>::new(AdamWConfig { beta1: 1.0, ..AdamWConfig::default() }, table.clone()).unwrap_err();
-    assert!(matches!(beta, Error::Config { ref field, .. } if field == "optimizer.beta1"), "{beta}");
+    let beta = AdamW::<Inner>::new(
+        AdamWConfig {
+            beta1: 1.0,
+            ..AdamWConfig::default()
+        },
+        table.clone(),
+    )
+    .unwrap_err();
+    assert!(
+        matches!(beta, Error::Config { ref field, .. } if field == "optimizer.beta1"),
+        "{beta}"
+    );
 }
 
 #[test]
@@ -224,13 +257,22 @@ fn later_groups_win_field_by_field() {
         ParamGroup::new("embed").frozen(),
     ];
     let optimizer = AdamW::<Inner>::new(config(groups), table.clone()).unwrap();
-    let of = |path: &str| optimizer.groups().get(table.entries().iter().find(|info| info.path == path).unwrap().id);
+    let of = |path: &str| {
+        optimizer
+            .groups()
+            .get(table.entries().iter().find(|info| info.path == path).unwrap().id)
+    };
     let norm = of("norm.weight");
     assert_eq!((norm.lr_scale, norm.weight_decay, norm.frozen), (0.5, 0.0, false));
     let embed = of("embed_tokens.weight");
     assert_eq!((embed.lr_scale, embed.weight_decay, embed.frozen), (0.5, 0.3, true));
     let frozen = ParamTable::new(&freeze::<B, _>(model, optimizer.groups()));
-    let off: Vec<&str> = frozen.entries().iter().filter(|info| !info.trainable).map(|info| info.path.as_str()).collect();
+    let off: Vec<&str> = frozen
+        .entries()
+        .iter()
+        .filter(|info| !info.trainable)
+        .map(|info| info.path.as_str())
+        .collect();
     assert_eq!(off, ["embed_tokens.weight"]);
 }
 

@@ -116,8 +116,18 @@ fn close(got: f64, want: f64) {
 
 #[test]
 fn segments_together_are_the_whole_graph() {
-    for (tied, aux, z_loss, padded) in [(false, None, 0.0, false), (true, None, 0.0, true), (false, Some(0.3), 0.0, false), (true, Some(0.3), 0.2, true)] {
-        let model: ToyLm<B> = ToyConfig { tied, aux, ..ToyConfig::default() }.init(1);
+    for (tied, aux, z_loss, padded) in [
+        (false, None, 0.0, false),
+        (true, None, 0.0, true),
+        (false, Some(0.3), 0.0, false),
+        (true, Some(0.3), 0.2, true),
+    ] {
+        let model: ToyLm<B> = ToyConfig {
+            tied,
+            aux,
+            ..ToyConfig::default()
+        }
+        .init(1);
         let mut batch = random_batch(3, 5, 2);
         if padded {
             batch.attention_mask = Some((0..15).map(|i| i % 5 < 3 || i < 5).collect());
@@ -128,7 +138,14 @@ fn segments_together_are_the_whole_graph() {
         };
         let (want, [cross_entropy, balance, z]) = whole_graph(&model, &batch, aux.unwrap_or(0.0), z_loss);
         for recompute in [Recompute::None, Recompute::All, Recompute::KeepEvery(2)] {
-            let (got, stats) = segmented(&model, &batch, &StepSettings { recompute, ..settings.clone() });
+            let (got, stats) = segmented(
+                &model,
+                &batch,
+                &StepSettings {
+                    recompute,
+                    ..settings.clone()
+                },
+            );
             assert_close(&got, &want, 1e-5);
             close(mean_cross_entropy(&stats, &batch), cross_entropy);
             assert_eq!(stats.balance.is_some(), aux.is_some());
@@ -156,7 +173,11 @@ fn recomputing_changes_no_bit() {
     let (recomputed, stats) = segmented(&model, &batch, &settings(Recompute::All));
     assert_eq!(kept, recomputed);
     let load = |stats: &MicroBatchStats<Inner>| -> Vec<Option<Vec<f32>>> {
-        stats.expert_load.iter().map(|l| l.clone().map(|l| l.into_data().to_vec().unwrap())).collect()
+        stats
+            .expert_load
+            .iter()
+            .map(|l| l.clone().map(|l| l.into_data().to_vec().unwrap()))
+            .collect()
     };
     assert_eq!(load(&kept_stats), load(&stats));
     // Two blocks of four are routed softly, one by sigmoid; each routes T * K rows.
@@ -166,8 +187,17 @@ fn recomputing_changes_no_bit() {
 
 #[test]
 fn two_half_batches_accumulate_to_the_whole() {
-    for (aux, scaling) in [(None, AuxScaling::Average), (Some(0.2), AuxScaling::Average), (Some(0.2), AuxScaling::Reference)] {
-        let model: ToyLm<B> = ToyConfig { tied: true, aux, ..ToyConfig::default() }.init(5);
+    for (aux, scaling) in [
+        (None, AuxScaling::Average),
+        (Some(0.2), AuxScaling::Average),
+        (Some(0.2), AuxScaling::Reference),
+    ] {
+        let model: ToyLm<B> = ToyConfig {
+            tied: true,
+            aux,
+            ..ToyConfig::default()
+        }
+        .init(5);
         let batch = random_batch(4, 6, 6);
         let halves = [rows(&batch, 0, 2), rows(&batch, 2, 4)];
         let n = batch.num_label_tokens() as f64;
@@ -213,7 +243,10 @@ fn bf16_parameters_accumulate_in_fp32() {
         forward_backward::<B, _>(&model, &batch, &Default::default(), &StepSettings::new(n), &mut grads, &mut no_hook).unwrap();
     }
     let sum = by_path(&grads, &ParamTable::new(&model));
-    let want: Grads = one.into_iter().map(|(p, v)| (p, v.into_iter().map(|x| x * 257.0).collect())).collect();
+    let want: Grads = one
+        .into_iter()
+        .map(|(p, v)| (p, v.into_iter().map(|x| x * 257.0).collect()))
+        .collect();
     // A bf16 sum would stop growing at 256 equal terms (error 0.4 % at the least).
     assert_close(&sum, &want, 1e-5);
 }
@@ -233,20 +266,32 @@ fn frozen_segments_get_no_gradient_and_stop_no_other() {
     let model: ToyLm<B> = ToyConfig::default().init(11);
     let mut frozen = model.clone();
     frozen.embed_tokens = frozen.embed_tokens.no_grad();
-    frozen.layers = frozen.layers.into_iter().enumerate().map(|(i, l)| if i == 1 { l.no_grad() } else { l }).collect();
+    frozen.layers = frozen
+        .layers
+        .into_iter()
+        .enumerate()
+        .map(|(i, l)| if i == 1 { l.no_grad() } else { l })
+        .collect();
     frozen.norm = frozen.norm.no_grad();
     frozen.lm_head = frozen.lm_head.map(Module::no_grad);
     let batch = random_batch(2, 5, 12);
     let settings = StepSettings::new(batch.num_label_tokens() as f64);
     let (all, _) = segmented(&model, &batch, &settings);
     let (some, _) = segmented(&frozen, &batch, &settings);
-    let want: Grads = all.into_iter().filter(|(p, _)| p.starts_with("layers.0") || p.starts_with("layers.2")).collect();
+    let want: Grads = all
+        .into_iter()
+        .filter(|(p, _)| p.starts_with("layers.0") || p.starts_with("layers.2"))
+        .collect();
     assert_eq!(some, want);
 }
 
 #[test]
 fn segments_report_in_order_with_their_parameters() {
-    let model: ToyLm<B> = ToyConfig { tied: true, ..ToyConfig::default() }.init(13);
+    let model: ToyLm<B> = ToyConfig {
+        tied: true,
+        ..ToyConfig::default()
+    }
+    .init(13);
     let batch = random_batch(1, 4, 14);
     let table = ParamTable::new(&model);
     let mut seen = Vec::new();
@@ -258,7 +303,16 @@ fn segments_report_in_order_with_their_parameters() {
     let settings = StepSettings::new(batch.num_label_tokens() as f64);
     forward_backward::<B, _>(&model, &batch, &Default::default(), &settings, &mut GradStore::new(), &mut hook).unwrap();
     let order: Vec<Segment> = seen.iter().map(|(segment, _)| *segment).collect();
-    assert_eq!(order, [Segment::Head, Segment::Block(2), Segment::Block(1), Segment::Block(0), Segment::Embedding]);
+    assert_eq!(
+        order,
+        [
+            Segment::Head,
+            Segment::Block(2),
+            Segment::Block(1),
+            Segment::Block(0),
+            Segment::Embedding
+        ]
+    );
     // The tied weight has a part in both ends.
     assert_eq!(seen[0].1, ["embed_tokens.weight", "norm.weight"]);
     assert_eq!(seen[3].1, ["layers.0.mixer.up_proj.weight", "layers.0.mixer.down_proj.weight"]);
@@ -281,7 +335,15 @@ fn a_bad_batch_is_an_error() {
     let model: ToyLm<B> = ToyConfig::default().init(17);
     let mut batch = random_batch(1, 4, 18);
     batch.labels[2] = 99;
-    let error = forward_backward::<B, _>(&model, &batch, &Default::default(), &StepSettings::new(1.0), &mut GradStore::new(), &mut no_hook).unwrap_err();
+    let error = forward_backward::<B, _>(
+        &model,
+        &batch,
+        &Default::default(),
+        &StepSettings::new(1.0),
+        &mut GradStore::new(),
+        &mut no_hook,
+    )
+    .unwrap_err();
     assert!(error.to_string().contains("labels") && error.to_string().contains("99"), "{error}");
 }
 
@@ -296,5 +358,9 @@ pub fn snapshot<AB: AutodiffBackend, M: Module<AB>>(model: &M) -> Vec<(String, V
     let mut values = Values(Vec::new());
     model.visit(&mut values);
     let table = ParamTable::new::<AB, M>(model);
-    values.0.into_iter().map(|(id, bytes)| (table.get(id).unwrap().path.clone(), bytes)).collect()
+    values
+        .0
+        .into_iter()
+        .map(|(id, bytes)| (table.get(id).unwrap().path.clone(), bytes))
+        .collect()
 }

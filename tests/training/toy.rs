@@ -111,13 +111,25 @@ impl ToyConfig {
             rng: StdRng::seed_from_u64(seed),
             dtype: self.dtype,
         };
-        let embed_tokens = Weight { weight: weights.normal([VOCAB, HIDDEN]) };
-        let layers = self.layers.chars().map(|kind| Layer { mixer: weights.mixer(kind) }).collect();
+        let embed_tokens = Weight {
+            weight: weights.normal([VOCAB, HIDDEN]),
+        };
+        let layers = self
+            .layers
+            .chars()
+            .map(|kind| Layer {
+                mixer: weights.mixer(kind),
+            })
+            .collect();
         ToyLm {
             embed_tokens,
             layers,
-            norm: Norm { weight: weights.normal([HIDDEN]) },
-            lm_head: (!self.tied).then(|| Weight { weight: weights.normal([VOCAB, HIDDEN]) }),
+            norm: Norm {
+                weight: weights.normal([HIDDEN]),
+            },
+            lm_head: (!self.tied).then(|| Weight {
+                weight: weights.normal([VOCAB, HIDDEN]),
+            }),
             config: self.clone(),
         }
     }
@@ -137,8 +149,12 @@ impl Weights {
     fn mixer<B: Backend>(&mut self, kind: char) -> Mixer<B> {
         if kind == 'd' {
             return Mixer::Dense(Dense {
-                up_proj: Weight { weight: self.normal([WIDTH, HIDDEN]) },
-                down_proj: Weight { weight: self.normal([HIDDEN, WIDTH]) },
+                up_proj: Weight {
+                    weight: self.normal([WIDTH, HIDDEN]),
+                },
+                down_proj: Weight {
+                    weight: self.normal([HIDDEN, WIDTH]),
+                },
             });
         }
         let bias = (kind == 'b').then(|| {
@@ -253,7 +269,11 @@ impl<B: MoeBackend> CausalLm<B> for ToyLm<B> {
 pub fn random_batch(rows: usize, seq: usize, seed: u64) -> HostBatch {
     let mut rng = StdRng::seed_from_u64(seed);
     let input_ids: Vec<i32> = (0..rows * seq).map(|_| rng.random_range(0..VOCAB as i32)).collect();
-    let labels = input_ids.iter().enumerate().map(|(i, &id)| if i % 3 == 2 { -100 } else { id }).collect();
+    let labels = input_ids
+        .iter()
+        .enumerate()
+        .map(|(i, &id)| if i % 3 == 2 { -100 } else { id })
+        .collect();
     HostBatch {
         batch: rows,
         seq,

@@ -9,11 +9,12 @@ use burn_moe::Error;
 use burn_moe::batch::HostBatch;
 use burn_moe::optim::AdamWConfig;
 use burn_moe::train::{
-    Decay, Interrupt, Recompute, RepeatSource, RunEnd, SavePlan, Schedule, StepReport, Trainer, TrainerConfig, TrainerState, latest_checkpoint,
+    Decay, Interrupt, Recompute, RepeatSource, RunEnd, SavePlan, Schedule, StepReport, Trainer, TrainerConfig, TrainerState,
+    latest_checkpoint,
 };
 
 use super::step::snapshot;
-use super::toy::{B, Inner, ToyConfig, ToyLm, random_batch, rows};
+use super::toy::{B, ToyConfig, ToyLm, random_batch, rows};
 
 fn config(steps: u64) -> TrainerConfig {
     TrainerConfig {
@@ -43,22 +44,36 @@ fn trainer(config: TrainerConfig) -> Trainer<B, ToyLm<B>> {
 
 /// Stands for the Hugging Face writer: the record of the whole model.
 fn save_record(model: &ToyLm<B>, dir: &Path) -> burn_moe::Result<()> {
-    let bytes = BinBytesRecorder::<FullPrecisionSettings>::new().record(model.clone().into_record(), ()).unwrap();
+    let bytes = BinBytesRecorder::<FullPrecisionSettings>::new()
+        .record(model.clone().into_record(), ())
+        .unwrap();
     std::fs::write(dir.join("model.bin"), bytes).map_err(|e| Error::io(dir, "write", e))
 }
 
 fn load_record(dir: &Path) -> ToyLm<B> {
     let bytes = std::fs::read(dir.join("model.bin")).unwrap();
-    let record = BinBytesRecorder::<FullPrecisionSettings>::new().load(bytes, &Default::default()).unwrap();
+    let record = BinBytesRecorder::<FullPrecisionSettings>::new()
+        .load(bytes, &Default::default())
+        .unwrap();
     toy().init(99).load_record(record)
 }
 
-fn run(trainer: &mut Trainer<B, ToyLm<B>>, source: &mut RepeatSource, interrupt: &Interrupt, save: Option<&SavePlan>) -> (RunEnd, Vec<StepReport>) {
+fn run(
+    trainer: &mut Trainer<B, ToyLm<B>>,
+    source: &mut RepeatSource,
+    interrupt: &Interrupt,
+    save: Option<&SavePlan>,
+) -> (RunEnd, Vec<StepReport>) {
     let mut reports = Vec::new();
     let end = trainer
-        .run(source, interrupt, save.map(|plan| (plan, &save_record as &dyn burn_moe::train::SaveModel<ToyLm<B>>)), &mut |report| {
-            reports.push(report.clone());
-        })
+        .run(
+            source,
+            interrupt,
+            save.map(|plan| (plan, &save_record as &dyn burn_moe::train::SaveModel<ToyLm<B>>)),
+            &mut |report| {
+                reports.push(report.clone());
+            },
+        )
         .unwrap();
     (end, reports)
 }
@@ -97,7 +112,10 @@ fn accumulated_micro_batches_train_like_one_batch() {
         let config = TrainerConfig {
             micro_batches: micro_batches.len(),
             recompute,
-            schedule: Schedule { lr: 1e-2, ..Schedule::default() },
+            schedule: Schedule {
+                lr: 1e-2,
+                ..Schedule::default()
+            },
             ..config(3)
         };
         let mut trainer = Trainer::<B, _>::new(plain.init(5), config, Default::default(), None).unwrap();
@@ -127,12 +145,17 @@ fn an_interrupted_run_resumes_with_the_same_losses() {
     let mut first = trainer(config(9));
     let mut reports = Vec::new();
     let end = first
-        .run(&mut RepeatSource::new(batches()), &interrupt, Some((&plan, &save_record)), &mut |report| {
-            reports.push(report.clone());
-            if report.step == 5 {
-                interrupt.request();
-            }
-        })
+        .run(
+            &mut RepeatSource::new(batches()),
+            &interrupt,
+            Some((&plan, &save_record)),
+            &mut |report| {
+                reports.push(report.clone());
+                if report.step == 5 {
+                    interrupt.request();
+                }
+            },
+        )
         .unwrap();
     assert_eq!((end, reports.len()), (RunEnd::Interrupted, 5));
     assert!(plan.checkpoint(3).is_dir());
@@ -159,14 +182,19 @@ fn a_signal_ends_the_run_after_its_step_with_a_checkpoint() {
     let mut trainer = trainer(config(1000));
     let mut steps = 0;
     let end = trainer
-        .run(&mut RepeatSource::new(batches()), &interrupt, Some((&plan, &save_record)), &mut |_| {
-            steps += 1;
-            if steps == 2 {
-                // What Ctrl-C sends, through the same system call.
-                let pid = std::process::id().to_string();
-                assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
-            }
-        })
+        .run(
+            &mut RepeatSource::new(batches()),
+            &interrupt,
+            Some((&plan, &save_record)),
+            &mut |_| {
+                steps += 1;
+                if steps == 2 {
+                    // What Ctrl-C sends, through the same system call.
+                    let pid = std::process::id().to_string();
+                    assert!(std::process::Command::new("kill").args(["-INT", &pid]).status().unwrap().success());
+                }
+            },
+        )
         .unwrap();
     assert_eq!(end, RunEnd::Interrupted);
     assert!((2..1000).contains(&steps));
@@ -204,7 +232,12 @@ fn old_checkpoints_are_removed() {
         keep: Some(2),
         ..SavePlan::new(dir.path())
     };
-    run(&mut trainer(config(7)), &mut RepeatSource::new(batches()), &Interrupt::new(), Some(&plan));
+    run(
+        &mut trainer(config(7)),
+        &mut RepeatSource::new(batches()),
+        &Interrupt::new(),
+        Some(&plan),
+    );
     let kept: Vec<u64> = (1..=7).filter(|&step| plan.checkpoint(step).exists()).collect();
     assert_eq!(kept, [6, 7]);
 }
@@ -216,11 +249,20 @@ fn damaged_or_foreign_states_are_refused() {
     first.train_step(&batches()[..1]).unwrap();
     let checkpoint = dir.path().join("checkpoint-1");
     first.save(&checkpoint, &save_record, 1.into()).unwrap();
-    let resume = |trainer: &mut Trainer<B, ToyLm<B>>| trainer.resume(&checkpoint, &mut RepeatSource::new(batches())).unwrap_err().to_string();
+    let resume = |trainer: &mut Trainer<B, ToyLm<B>>| {
+        trainer
+            .resume(&checkpoint, &mut RepeatSource::new(batches()))
+            .unwrap_err()
+            .to_string()
+    };
 
     // Other settings of the optimizer than the state was made with.
     let with = |optimizer: AdamWConfig| TrainerConfig { optimizer, ..config(4) };
-    let bf16: ToyLm<B> = ToyConfig { dtype: FloatDType::BF16, ..toy() }.init(1);
+    let bf16: ToyLm<B> = ToyConfig {
+        dtype: FloatDType::BF16,
+        ..toy()
+    }
+    .init(1);
     let mut other = Trainer::new(bf16, with(AdamWConfig::default()), Default::default(), None).unwrap();
     assert!(resume(&mut other).contains("master"));
     // Another model.
@@ -233,7 +275,11 @@ fn damaged_or_foreign_states_are_refused() {
 
     let tensors = checkpoint.join("training_state/optimizer.safetensors");
     let bytes = std::fs::read(&tensors).unwrap();
-    for (damage, word) in [(bytes[..bytes.len() - 3].to_vec(), "file length"), (vec![255; 64], "header length"), (bytes[..4].to_vec(), "read")] {
+    for (damage, word) in [
+        (bytes[..bytes.len() - 3].to_vec(), "file length"),
+        (vec![255; 64], "header length"),
+        (bytes[..4].to_vec(), "read"),
+    ] {
         std::fs::write(&tensors, damage).unwrap();
         let error = resume(&mut trainer(config(4)));
         assert!(error.contains("optimizer.safetensors") && error.contains(word), "{error}");
@@ -281,18 +327,38 @@ fn data_may_end_before_the_steps_do() {
 #[test]
 fn settings_are_checked_by_name() {
     let model = || -> ToyLm<B> { toy().init(1) };
-    let error = |config| Trainer::<B, _>::new(model(), config, Default::default(), None).unwrap_err().to_string();
-    assert!(error(TrainerConfig { micro_batches: 0, ..config(4) }).contains("micro_batches"));
-    assert!(error(TrainerConfig { max_grad_norm: Some(0.0), ..config(4) }).contains("max_grad_norm"));
-    assert!(error(TrainerConfig { z_loss: f64::NAN, ..config(4) }).contains("z_loss"));
-    assert!(error(TrainerConfig { recompute: Recompute::KeepEvery(0), ..config(4) }).contains("keep_every"));
+    let error = |config| {
+        Trainer::<B, _>::new(model(), config, Default::default(), None)
+            .unwrap_err()
+            .to_string()
+    };
+    assert!(
+        error(TrainerConfig {
+            micro_batches: 0,
+            ..config(4)
+        })
+        .contains("micro_batches")
+    );
+    assert!(
+        error(TrainerConfig {
+            max_grad_norm: Some(0.0),
+            ..config(4)
+        })
+        .contains("max_grad_norm")
+    );
+    assert!(
+        error(TrainerConfig {
+            z_loss: f64::NAN,
+            ..config(4)
+        })
+        .contains("z_loss")
+    );
+    assert!(
+        error(TrainerConfig {
+            recompute: Recompute::KeepEvery(0),
+            ..config(4)
+        })
+        .contains("keep_every")
+    );
     assert!(error(config(1)).contains("warmup_steps"));
-}
-
-#[test]
-fn an_update_keeps_no_second_copy_of_a_parameter() {
-    let mut trainer = trainer(config(4));
-    trainer.train_step(&batches()[..1]).unwrap();
-    let inner: Tensor<Inner, 2> = trainer.model().embed_tokens.weight.val().inner();
-    assert_eq!(inner.dims(), [super::toy::VOCAB, 6]);
 }

@@ -19,7 +19,6 @@ use burn::tensor::{DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimi
 use burn_backend::tensor::FloatTensor;
 use burn_ep_backend::MoeBackend;
 use burn_ep_backend::comm::EpGroup;
-use safetensors::SafeTensors;
 use safetensors::tensor::Metadata;
 use serde::{Deserialize, Serialize};
 
@@ -262,12 +261,11 @@ impl StateFile {
                 format!("at most {} (the rest of the file)", length - 8),
             ));
         }
-        let mut bytes = size.to_vec();
-        bytes.resize(8 + header as usize, 0);
-        file.read_exact(&mut bytes[8..]).map_err(io)?;
-        let (_, metadata) =
-            SafeTensors::read_metadata(&bytes).map_err(|e| Error::checkpoint(&path, "header", e, "a safetensors header"))?;
-        let data_start = bytes.len() as u64;
+        let mut bytes = vec![0; header as usize];
+        file.read_exact(&mut bytes).map_err(io)?;
+        let metadata: Metadata =
+            serde_json::from_slice(&bytes).map_err(|e| Error::checkpoint(&path, "header", e, "a safetensors header"))?;
+        let data_start = 8 + header;
         let expected = data_start + metadata.data_len() as u64;
         if length != expected {
             return Err(Error::checkpoint(
