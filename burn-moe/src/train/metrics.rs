@@ -51,6 +51,8 @@ pub struct StepReport {
     pub label_tokens: u64,
     /// Wall time of the step, optimizer included.
     pub seconds: f64,
+    /// Part of it after the backward pass: norm, clipping, optimizer.
+    pub update_seconds: f64,
     /// Load of every block with routed experts.
     pub expert_load: Vec<ExpertLoad>,
 }
@@ -59,6 +61,11 @@ impl StepReport {
     /// Tokens per second over all ranks, optimizer included.
     pub fn tokens_per_second(&self) -> f64 {
         self.tokens as f64 / self.seconds.max(1e-9)
+    }
+
+    /// Tokens per second over all ranks without the optimizer's part.
+    pub fn tokens_per_second_without_update(&self) -> f64 {
+        self.tokens as f64 / (self.seconds - self.update_seconds).max(1e-9)
     }
 
     /// Worst [`ExpertLoad::max_over_mean`] of all blocks; None without routed experts.

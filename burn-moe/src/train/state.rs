@@ -8,7 +8,8 @@
 //! ```
 //!
 //! Tensors have the names and shapes of the whole model: routed experts are gathered over the ranks and sliced again when
-//! loading, so that a run may continue with another expert-parallel size.
+//! loading, so that a run may continue with another expert-parallel size. Training draws no random numbers besides the order
+//! of the data, which the data position carries.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -136,7 +137,7 @@ pub(super) fn read_tensors<B: MoeBackend>(
         let Some(&step) = state.updates.get(&info.path) else { continue };
         let missing = |name: &'static str| {
             let path = &path;
-            move || Error::checkpoint(&path, format!("tensor `{}.{name}`", info.path), "none", "one")
+            move || Error::checkpoint(path, format!("tensor `{}.{name}`", info.path), "none", "one")
         };
         let moments = AdamWMoments {
             step,

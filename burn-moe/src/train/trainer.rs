@@ -183,6 +183,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         let [labels, tokens] = counts;
 
         let (mut grads, totals) = self.gradients(micro_batches, labels)?;
+        let update_start = Instant::now();
         let loss = totals.cross_entropy * label_scale(labels);
         let step = self.step + 1;
         self.check_finite(step, "loss", loss)?;
@@ -212,6 +213,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
             tokens: tokens as u64,
             label_tokens: labels as u64,
             seconds: start.elapsed().as_secs_f64(),
+            update_seconds: update_start.elapsed().as_secs_f64(),
             expert_load: expert_load
                 .filter_map(|(block, counts)| Some(ExpertLoad { block, counts: counts? }))
                 .collect(),
