@@ -38,7 +38,7 @@ impl Default for TrainerConfig {
             schedule: Schedule::default(),
             optimizer: AdamWConfig::default(),
             max_grad_norm: Some(1.0),
-            recompute: Recompute::None,
+            recompute: Recompute::default(),
             aux_scaling: AuxScaling::default(),
             z_loss: 0.0,
             router_bias: None,

@@ -23,9 +23,9 @@ pub enum Segment {
 #[serde(rename_all = "snake_case")]
 pub enum Recompute {
     /// Keep everything: fastest.
+    #[default]
     None,
     /// Keep the input of each block only: least memory, a third more work.
-    #[default]
     All,
     /// Keep every n-th block (index 0, n, ..), recompute the others.
     KeepEvery(usize),
