@@ -15,9 +15,9 @@ use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
 
 /// Backend of the toy tests.
-pub type B = burn::backend::Autodiff<burn_flex::Flex>;
+pub type B = burn_moe::backend::Train;
 /// The same without gradient recording.
-pub type Inner = burn_flex::Flex;
+pub type Inner = burn_moe::backend::Infer;
 
 pub const VOCAB: usize = 11;
 const HIDDEN: usize = 6;
