@@ -1,1 +1,3 @@
 //! Shared test helpers.
+
+pub mod fixture;
