@@ -9,6 +9,8 @@ pub mod data;
 pub mod dispatch;
 pub mod error;
 pub mod loss;
+pub mod generate;
+pub mod layers;
 pub mod model;
 pub mod optim;
 pub mod train;

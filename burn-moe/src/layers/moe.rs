@@ -1,0 +1,119 @@
+//! The mixture-of-experts layer.
+//!
+//! Path of `T = B*S` hidden states through it:
+//!
+//! 1. **flatten**: `[B, S, D]` to `[T, D]`;
+//! 2. **router** (`router.rs`): logits `[T, E]`, then ids and weights `[T, K]`. It sees the full width D and all E
+//!    experts, also those of other ranks;
+//! 3. **latent** (Nemotron 3 Super, Ultra): `fc1` takes the tokens to the width at which the experts work;
+//! 4. **dispatch** (`dispatch/`): slots are sorted by expert; with expert parallelism their rows travel to the ranks
+//!    that hold the experts;
+//! 5. **experts** (`experts.rs`, one op): gather, up product, activation, down product;
+//! 6. **combine** (`dispatch/`): rows travel back; each token's K rows are weighted and summed in fp32;
+//! 7. **latent back**: `fc2` returns to width D;
+//! 8. **shared expert** (`mlp.rs`): a dense layer that every token passes, computed from the layer's input;
+//! 9. **sum**: routed plus shared, back to `[B, S, D]`.
+
+use burn::module::Module;
+use burn::tensor::{Int, Tensor};
+use burn_ep_backend::comm::EpGroup;
+use burn_ep_backend::{ExpertActivation, MoeBackend, ops};
+
+use super::{Experts, ExpertsConfig, Init, Linear, Mlp, MlpConfig, ParamBuilder, Router, RouterConfig};
+use crate::error::Result;
+use crate::model::{ModelInput, RouterOutput};
+
+// Stand-in until the dispatch module lands: all experts on this rank.
+fn routed_experts<B: MoeBackend>(
+    x_td: Tensor<B, 2>,
+    route: ops::Route<B>,
+    experts: ops::ExpertWeights<B>,
+    activation: ExpertActivation,
+    num_experts: usize,
+    _ep: Option<&EpGroup>,
+) -> Result<Tensor<B, 2>> {
+    let order = ops::sort_by_expert(route.ids_tk, num_experts)?;
+    Ok(ops::expert_mlp(x_td, &order, Some(route.weights_tk), experts, activation)?)
+}
+
+/// Settings of [`Moe`].
+#[derive(Debug, Clone)]
+pub struct MoeConfig {
+    pub router: RouterConfig,
+    pub experts: ExpertsConfig,
+    pub shared: Option<MlpConfig>,
+    /// Projections between the hidden width and the experts' width (`experts.width`, the latent width).
+    pub latent: Option<LatentConfig>,
+}
+
+/// Settings of the latent projections.
+#[derive(Debug, Clone, Copy)]
+pub struct LatentConfig {
+    pub bias: bool,
+    pub init: Init,
+}
+
+/// Router, routed experts, optional latent projections, optional shared expert.
+#[derive(Module, Debug)]
+pub struct Moe<B: MoeBackend> {
+    pub gate: Router<B>,
+    pub experts: Experts<B>,
+    pub shared_experts: Option<Mlp<B>>,
+    /// `[L, D]`: to the latent width.
+    pub fc1_latent_proj: Option<Linear<B>>,
+    /// `[D, L]`: back.
+    pub fc2_latent_proj: Option<Linear<B>>,
+}
+
+impl<B: MoeBackend> Moe<B> {
+    /// A layer of `config`; fails when counts contradict each other or do not divide over the ranks.
+    pub fn new(pb: &ParamBuilder<B>, config: &MoeConfig) -> Result<Self> {
+        let (hidden, width) = (config.router.hidden, config.experts.width);
+        let latent = |name: &str, inputs, outputs| config.latent.map(|l| Linear::new(&pb.at(name), inputs, outputs, l.bias, l.init));
+        Ok(Self {
+            gate: Router::new(&pb.at("gate"), &config.router)?,
+            experts: Experts::new(&pb.at("experts"), &config.experts)?,
+            shared_experts: config.shared.as_ref().map(|shared| Mlp::new(&pb.at("shared_experts"), shared)),
+            fc1_latent_proj: latent("fc1_latent_proj", hidden, width),
+            fc2_latent_proj: latent("fc2_latent_proj", width, hidden),
+        })
+    }
+
+    /// `[B, S, D]` to `[B, S, D]`, with what the router decided. `replay_tk` fixes the routing.
+    pub fn forward(
+        &self,
+        x_bsd: Tensor<B, 3>,
+        input: &ModelInput<B>,
+        replay_tk: Option<&Tensor<B, 2, Int>>,
+    ) -> Result<(Tensor<B, 3>, RouterOutput<B>)> {
+        let [b, s, d] = x_bsd.dims();
+        let h_td = x_bsd.reshape([b * s, d]);
+
+        let (route, logits_te) = self.gate.forward(h_td.clone(), replay_tk.cloned(), input.force_balanced)?;
+        let router = RouterOutput {
+            logits_te,
+            ids_tk: route.ids_tk.clone(),
+        };
+
+        let latent_tl = match &self.fc1_latent_proj {
+            Some(fc1) => fc1.forward(h_td.clone())?,
+            None => h_td.clone(),
+        };
+        let routed_tl = routed_experts(
+            latent_tl,
+            route,
+            self.experts.weights(),
+            self.experts.activation(),
+            self.gate.num_experts(),
+            input.ep.as_ref(),
+        )?;
+        let mut out_td = match &self.fc2_latent_proj {
+            Some(fc2) => fc2.forward(routed_tl)?,
+            None => routed_tl,
+        };
+        if let Some(shared) = &self.shared_experts {
+            out_td = out_td + shared.forward(h_td)?;
+        }
+        Ok((out_td.reshape([b, s, d]), router))
+    }
+}

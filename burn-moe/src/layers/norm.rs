@@ -1,0 +1,59 @@
+//! RMSNorm and the gated group norm of Mamba-2.
+
+use burn::module::{Module, Param};
+use burn::tensor::Tensor;
+use burn_ep_backend::{MoeBackend, NormDesc, NormRounding, ops};
+
+use super::{Init, ParamBuilder};
+use crate::error::Result;
+
+/// RMSNorm over the last axis, statistics in fp32 (Zhang and Sennrich 2019).
+#[derive(Module, Debug)]
+pub struct RmsNorm<B: MoeBackend> {
+    /// `[D]`.
+    pub weight: Param<Tensor<B, 1>>,
+    desc: NormDesc,
+}
+
+impl<B: MoeBackend> RmsNorm<B> {
+    /// Weights 1, rounding as in Llama (`w * cast(y)`).
+    pub fn new(pb: &ParamBuilder<B>, width: usize, eps: f64) -> Self {
+        Self {
+            weight: pb.param("weight", [width], Init::Ones),
+            desc: NormDesc {
+                eps: eps as f32,
+                rounding: NormRounding::Llama,
+            },
+        }
+    }
+
+    /// `[.., D]` to `[.., D]`.
+    pub fn forward<const R: usize>(&self, x: Tensor<B, R>) -> Result<Tensor<B, R>> {
+        Ok(ops::rms_norm(x, self.weight.val(), &self.desc)?)
+    }
+}
+
+/// `RMSNorm_groups(y * silu(z)) * weight`: gate first, then norm.
+#[derive(Module, Debug)]
+pub struct GatedRmsNorm<B: MoeBackend> {
+    /// `[D]`.
+    pub weight: Param<Tensor<B, 1>>,
+    groups: usize,
+    eps: f32,
+}
+
+impl<B: MoeBackend> GatedRmsNorm<B> {
+    /// Weights 1; statistics over each of `groups` equal parts of the width.
+    pub fn new(pb: &ParamBuilder<B>, width: usize, groups: usize, eps: f64) -> Self {
+        Self {
+            weight: pb.param("weight", [width], Init::Ones),
+            groups,
+            eps: eps as f32,
+        }
+    }
+
+    /// y and z `[.., D]` to `[.., D]`.
+    pub fn forward<const R: usize>(&self, y: Tensor<B, R>, z: Tensor<B, R>) -> Result<Tensor<B, R>> {
+        Ok(ops::gated_rms_norm(y, z, self.weight.val(), self.groups, self.eps)?)
+    }
+}

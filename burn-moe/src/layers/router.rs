@@ -1,0 +1,87 @@
+//! The router: hidden states to expert ids and weights.
+
+use burn::module::{Module, Param};
+use burn::tensor::{DType, FloatDType, Int, Tensor};
+use burn_ep_backend::{MoeBackend, RouterDesc, ops};
+
+use super::linear::{as_dtype, linear};
+use super::{Init, ParamBuilder};
+use crate::error::Result;
+
+/// In which dtype a family computes its logits and applies its weights.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RouterPrecision {
+    /// Logits in the dtype of the hidden states; weights computed in fp32, then rounded to that dtype (Qwen3-MoE).
+    Model,
+    /// Logits and weights in fp32 (Nemotron-H, DeepSeek-V3).
+    Fp32,
+}
+
+/// Settings of [`Router`].
+#[derive(Debug, Clone)]
+pub struct RouterConfig {
+    /// Hidden width D.
+    pub hidden: usize,
+    /// Counts, score function, groups.
+    pub desc: RouterDesc,
+    pub precision: RouterPrecision,
+    /// Hold a correction bias that shifts the choice only.
+    pub selection_bias: bool,
+    pub init: Init,
+}
+
+/// Chooses `K` of `E` experts per token.
+#[derive(Module, Debug)]
+pub struct Router<B: MoeBackend> {
+    /// `[E, D]`.
+    pub weight: Param<Tensor<B, 2>>,
+    /// `[E]`, fp32, moved by load statistics instead of gradients.
+    pub e_score_correction_bias: Option<Param<Tensor<B, 1>>>,
+    desc: RouterDesc,
+    precision: RouterPrecision,
+}
+
+impl<B: MoeBackend> Router<B> {
+    /// A router of `config`; fails when its counts contradict each other.
+    pub fn new(pb: &ParamBuilder<B>, config: &RouterConfig) -> Result<Self> {
+        config.desc.validate()?;
+        let experts = config.desc.num_experts;
+        Ok(Self {
+            weight: pb.param("weight", [experts, config.hidden], config.init),
+            e_score_correction_bias: config
+                .selection_bias
+                .then(|| pb.buffer("e_score_correction_bias", [experts], Init::Zeros)),
+            desc: config.desc.clone(),
+            precision: config.precision,
+        })
+    }
+
+    /// Number of experts E over all ranks.
+    pub fn num_experts(&self) -> usize {
+        self.desc.num_experts
+    }
+
+    /// `[T, D]` to the route and the logits `[T, E]`. `replay_tk` fixes the choice.
+    pub fn forward(
+        &self,
+        h_td: Tensor<B, 2>,
+        replay_tk: Option<Tensor<B, 2, Int>>,
+        force_balanced: bool,
+    ) -> Result<(ops::Route<B>, Tensor<B, 2>)> {
+        let dtype = h_td.dtype();
+        let logits_te = match self.precision {
+            RouterPrecision::Model => linear(h_td, self.weight.val())?,
+            RouterPrecision::Fp32 => linear(as_dtype(h_td, DType::F32), self.weight.val())?,
+        };
+        let desc = RouterDesc {
+            force_balanced: force_balanced || self.desc.force_balanced,
+            ..self.desc.clone()
+        };
+        let bias = self.e_score_correction_bias.as_ref().map(Param::val);
+        let mut route = ops::route(logits_te.clone(), bias, replay_tk, &desc)?;
+        if self.precision == RouterPrecision::Model && dtype != DType::F32 {
+            route.weights_tk = route.weights_tk.cast(FloatDType::from(dtype)).cast(FloatDType::F32);
+        }
+        Ok((route, logits_te))
+    }
+}
