@@ -1,1 +1,18 @@
-//! models
+//! Model families for `burn-moe`: Nemotron-H (Nemotron 3) and Qwen3-MoE.
+//!
+//! [`AutoModelForCausalLm::from_pretrained`] reads a Hugging Face folder of any known family. Each family is a folder of the
+//! same files (see `README.md`): `config.rs` reads `config.json`, `model.rs` computes, `weights.rs` names the tensors in
+//! the files, `init.rs` gives the initial values.
+
+mod auto;
+mod counts;
+mod json;
+pub mod nemotron_h;
+pub mod qwen3_moe;
+mod registry;
+mod rope;
+
+pub use auto::{AutoModelForCausalLm, FromConfigOptions};
+pub use counts::ParamCount;
+pub use json::CommonConfig;
+pub use registry::{AutoConfig, Capabilities, FAMILIES};

@@ -1,0 +1,236 @@
+//! Rotary settings of a `config.json`, in the current form (`rope_parameters`) and the legacy one (`rope_theta` plus
+//! `rope_scaling`).
+
+use burn_moe::layers::{RopeConfig, RopeKind};
+use burn_moe::{Error, Result};
+use serde_json::{Map, Value};
+
+use crate::json::Fields;
+
+/// Reads the rotary settings of a model whose heads rotate all `head_dim` channels.
+///
+/// `rope_scaling` wins over `rope_parameters`; a missing theta comes from the top level, then from `default_theta`.
+pub fn parse_rope(config: &Map<String, Value>, head_dim: usize, max_positions: usize, default_theta: f64) -> Result<RopeConfig> {
+    let top = Fields::new(config);
+    if !head_dim.is_multiple_of(2) {
+        return Err(Error::config(
+            "head_dim",
+            head_dim,
+            "an even number: rotary embedding turns pairs of channels",
+        ));
+    }
+    let empty = Map::new();
+    let (prefix, map) = match (top.object(&["rope_scaling"])?, top.object(&["rope_parameters"])?) {
+        (Some(map), _) => ("rope_scaling.", map),
+        (None, Some(map)) => ("rope_parameters.", map),
+        (None, None) => ("", &empty),
+    };
+    let inner = Fields::inner(map, prefix);
+    let top_theta = top.positive(&["rope_theta"], default_theta)?;
+    let theta = inner.positive(&["rope_theta"], top_theta)?;
+    let kind_name = match inner.text(&["rope_type"])? {
+        Some(name) => Some(name),
+        None => inner.text(&["type"])?,
+    };
+    let kind = match kind_name.unwrap_or("default") {
+        "default" => RopeKind::Default,
+        "linear" => RopeKind::Linear {
+            factor: required(&inner, "factor")?,
+        },
+        "dynamic" => RopeKind::Dynamic {
+            factor: required(&inner, "factor")?,
+            max_positions,
+        },
+        "yarn" => yarn(&top, &inner, max_positions)?,
+        "llama3" => {
+            let (low, high) = (required(&inner, "low_freq_factor")?, required(&inner, "high_freq_factor")?);
+            if low >= high {
+                return Err(Error::config(
+                    inner.name("low_freq_factor"),
+                    low,
+                    format!("less than high_freq_factor = {high}"),
+                ));
+            }
+            RopeKind::Llama3 {
+                factor: required(&inner, "factor")?,
+                low_freq_factor: low,
+                high_freq_factor: high,
+                original_positions: original_positions(&top, &inner, max_positions)?,
+            }
+        }
+        other => {
+            return Err(Error::config(
+                inner.name("rope_type"),
+                format!("\"{other}\""),
+                "\"default\", \"linear\", \"dynamic\", \"yarn\" or \"llama3\" (other kinds are not supported)",
+            ));
+        }
+    };
+    // The plain kind of these families ignores the factor; a scaled kind would rotate too few channels.
+    let top_partial = top.finite(&["partial_rotary_factor"], 1.0)?;
+    let partial = inner.finite(&["partial_rotary_factor"], top_partial)?;
+    if kind != RopeKind::Default && partial != 1.0 {
+        return Err(Error::config(
+            "partial_rotary_factor",
+            partial,
+            "1: this family rotates whole heads when its frequencies are scaled",
+        ));
+    }
+    if matches!(kind, RopeKind::Dynamic { .. }) && head_dim <= 2 {
+        return Err(Error::config("head_dim", head_dim, "more than 2 with dynamic rotary scaling"));
+    }
+    Ok(RopeConfig {
+        dim: head_dim,
+        theta,
+        kind,
+    })
+}
+
+fn required(inner: &Fields<'_>, name: &str) -> Result<f64> {
+    match inner.get(&[name])? {
+        Some(_) => inner.positive(&[name], 1.0),
+        None => Err(Error::config(inner.name(name), "nothing", "a number: this rotary kind needs it")),
+    }
+}
+
+/// A top-level value overrides the one inside; without any it is the model's own length.
+fn original_positions(top: &Fields<'_>, inner: &Fields<'_>, max_positions: usize) -> Result<f64> {
+    let name = ["original_max_position_embeddings"];
+    let inside = inner.positive(&name, max_positions as f64)?;
+    top.positive(&name, inside)
+}
+
+fn yarn(top: &Fields<'_>, inner: &Fields<'_>, max_positions: usize) -> Result<RopeKind> {
+    let original = original_positions(top, inner, max_positions)?;
+    if !inner.contains("factor") {
+        return Err(Error::config(
+            inner.name("factor"),
+            "nothing",
+            "a number, or null for max_position_embeddings / original_max_position_embeddings",
+        ));
+    }
+    let factor = inner.positive(&["factor"], max_positions as f64 / original)?;
+    let or_default = |name: &str, default: f64| -> Result<f64> {
+        match inner.finite(&[name], default)? {
+            0.0 => Ok(default),
+            x if x > 0.0 => Ok(x),
+            x => Err(Error::config(inner.name(name), x, "more than 0")),
+        }
+    };
+    let attention_factor = match inner.float_or_none(&["attention_factor"])? {
+        Some(_) => inner.positive(&["attention_factor"], 1.0)?,
+        None => RopeKind::yarn_attention_factor(factor, inner.float_or_none(&["mscale"])?, inner.float_or_none(&["mscale_all_dim"])?),
+    };
+    Ok(RopeKind::Yarn {
+        factor,
+        original_positions: original,
+        beta_fast: or_default("beta_fast", 32.0)?,
+        beta_slow: or_default("beta_slow", 1.0)?,
+        truncate: inner.flag(&["truncate"], true)?,
+        attention_factor,
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::json::tests::map;
+
+    fn parse(text: &str) -> Result<RopeConfig> {
+        parse_rope(&map(text), 8, 4096, 10000.0)
+    }
+
+    #[test]
+    fn theta_comes_from_the_dict_then_the_top_then_the_family() {
+        for (text, theta) in [
+            ("{}", 10000.0),
+            (r#"{"rope_theta": 5}"#, 5.0),
+            (r#"{"rope_theta": 5, "rope_scaling": null}"#, 5.0),
+            (
+                r#"{"rope_theta": 5, "rope_parameters": {"rope_theta": 7, "rope_type": "default"}}"#,
+                7.0,
+            ),
+            (r#"{"rope_theta": 5, "rope_scaling": {"type": "linear", "factor": 2}}"#, 5.0),
+        ] {
+            assert_eq!(parse(text).unwrap().theta, theta, "{text}");
+        }
+    }
+
+    #[test]
+    fn legacy_scaling_wins_and_type_is_an_alias() {
+        let rope = parse(
+            r#"{"rope_scaling": {"type": "linear", "factor": 4.0},
+                "rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}"#,
+        )
+        .unwrap();
+        assert_eq!(rope.kind, RopeKind::Linear { factor: 4.0 });
+        let dynamic = parse(r#"{"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}"#).unwrap();
+        assert_eq!(
+            dynamic.kind,
+            RopeKind::Dynamic {
+                factor: 2.0,
+                max_positions: 4096
+            }
+        );
+    }
+
+    #[test]
+    fn yarn_fills_what_is_missing() {
+        let rope = parse(r#"{"rope_scaling": {"type": "yarn", "factor": null}, "original_max_position_embeddings": 1024}"#).unwrap();
+        let RopeKind::Yarn {
+            factor,
+            original_positions,
+            beta_fast,
+            beta_slow,
+            truncate,
+            attention_factor,
+        } = rope.kind
+        else {
+            panic!("{rope:?}")
+        };
+        assert_eq!((factor, original_positions, beta_fast, beta_slow), (4.0, 1024.0, 32.0, 1.0));
+        assert!(truncate);
+        assert!((attention_factor - (0.1 * 4f64.ln() + 1.0)).abs() < 1e-12);
+        // The top level overrides the dict.
+        let rope = parse(
+            r#"{"rope_scaling": {"type": "yarn", "factor": 2, "original_max_position_embeddings": 7, "beta_fast": 0,
+                "mscale": 2.0, "mscale_all_dim": 1.0}, "original_max_position_embeddings": 9}"#,
+        )
+        .unwrap();
+        let RopeKind::Yarn {
+            original_positions,
+            beta_fast,
+            attention_factor,
+            ..
+        } = rope.kind
+        else {
+            panic!("{rope:?}")
+        };
+        assert_eq!((original_positions, beta_fast), (9.0, 32.0));
+        let g = |m: f64| 0.1 * m * 2f64.ln() + 1.0;
+        assert!((attention_factor - g(2.0) / g(1.0)).abs() < 1e-12);
+    }
+
+    #[test]
+    fn what_cannot_be_honoured_is_refused_by_name() {
+        for (text, field) in [
+            (r#"{"rope_scaling": {"type": "longrope", "factor": 4}}"#, "rope_scaling.rope_type"),
+            (r#"{"rope_scaling": {"type": "yarn"}}"#, "rope_scaling.factor"),
+            (
+                r#"{"rope_scaling": {"rope_type": "llama3", "factor": 8}}"#,
+                "rope_scaling.low_freq_factor",
+            ),
+            (
+                r#"{"partial_rotary_factor": 0.5, "rope_scaling": {"type": "linear", "factor": 2}}"#,
+                "partial_rotary_factor",
+            ),
+            (r#"{"rope_scaling": {"type": "linear", "factor": -1}}"#, "rope_scaling.factor"),
+            (r#"{"rope_theta": 0}"#, "rope_theta"),
+        ] {
+            let error = parse(text).unwrap_err().to_string();
+            assert!(error.contains(&format!("`{field}`")), "{text}: {error}");
+        }
+        // The plain kind ignores it.
+        assert_eq!(parse(r#"{"partial_rotary_factor": 0.5}"#).unwrap().kind, RopeKind::Default);
+    }
+}
