@@ -194,21 +194,19 @@ impl<'a> Fields<'a> {
         }
     }
 
-    /// Token ids: an integer, a list of integers, or nothing.
-    pub fn token_ids(&self, name: &str, vocab_size: usize) -> Result<Vec<i32>> {
+    /// Token ids: an integer, a list of integers, or nothing. They may lie outside the vocabulary (they then never occur).
+    pub fn token_ids(&self, name: &str) -> Result<Vec<i32>> {
         let Some((_, value)) = self.get(&[name])? else {
             return Ok(Vec::new());
         };
         let items = value.as_array().map_or(std::slice::from_ref(value), Vec::as_slice);
         items
             .iter()
-            .map(|item| match item.as_u64() {
-                Some(id) if id < vocab_size as u64 => Ok(id as i32),
-                _ => Err(Error::config(
-                    self.name(name),
-                    kind(item),
-                    format!("a token id below vocab_size = {vocab_size}, or a list of them"),
-                )),
+            .map(|item| {
+                item.as_i64()
+                    .and_then(|id| i32::try_from(id).ok())
+                    .filter(|id| *id >= 0)
+                    .ok_or_else(|| Error::config(self.name(name), kind(item), "a token id (0 or more), or a list of them"))
             })
             .collect()
     }
@@ -238,7 +236,7 @@ pub struct CommonConfig {
 
 impl CommonConfig {
     /// Reads the shared fields and refuses quantised checkpoints.
-    pub fn parse(fields: &Fields<'_>, vocab_size: usize) -> Result<Self> {
+    pub fn parse(fields: &Fields<'_>) -> Result<Self> {
         if let Some(quantization) = fields.object(&["quantization_config"])? {
             let method = quantization.get("quant_method").or_else(|| quantization.get("quant_algo"));
             return Err(Error::config(
@@ -248,7 +246,7 @@ impl CommonConfig {
             ));
         }
         let single = |name: &str| -> Result<Option<i32>> {
-            match fields.token_ids(name, vocab_size)?.as_slice() {
+            match fields.token_ids(name)?.as_slice() {
                 [] => Ok(None),
                 [id] => Ok(Some(*id)),
                 ids => Err(Error::config(name, format!("{ids:?}"), "one token id")),
@@ -268,7 +266,7 @@ impl CommonConfig {
         Ok(Self {
             dtype: fields.choice(&[name], None, &spellings)?,
             bos_token_id: single("bos_token_id")?,
-            eos_token_ids: fields.token_ids("eos_token_id", vocab_size)?,
+            eos_token_ids: fields.token_ids("eos_token_id")?,
             pad_token_id: single("pad_token_id")?,
         })
     }
@@ -320,21 +318,22 @@ pub(crate) mod tests {
     #[test]
     fn common_fields() {
         let m = map(r#"{"torch_dtype": "bfloat16", "eos_token_id": [2, 11], "bos_token_id": 1, "pad_token_id": null}"#);
-        let common = CommonConfig::parse(&Fields::new(&m), 12).unwrap();
+        let common = CommonConfig::parse(&Fields::new(&m)).unwrap();
         assert_eq!(common.dtype, Some(FloatDType::BF16));
         assert_eq!(common.eos_token_ids, [2, 11]);
         assert_eq!((common.bos_token_id, common.pad_token_id), (Some(1), None));
-        assert!(CommonConfig::parse(&Fields::new(&m), 11).is_err());
 
         let both = map(r#"{"torch_dtype": "bfloat16", "dtype": "float32"}"#);
-        assert_eq!(CommonConfig::parse(&Fields::new(&both), 2).unwrap().dtype, Some(FloatDType::F32));
+        assert_eq!(CommonConfig::parse(&Fields::new(&both)).unwrap().dtype, Some(FloatDType::F32));
         let odd = map(r#"{"dtype": "int8"}"#);
-        let error = CommonConfig::parse(&Fields::new(&odd), 2).unwrap_err().to_string();
+        let error = CommonConfig::parse(&Fields::new(&odd)).unwrap_err().to_string();
         assert!(
             error.contains("`dtype`") && error.contains("int8") && error.contains("bfloat16"),
             "{error}"
         );
         let fp8 = map(r#"{"quantization_config": {"quant_method": "fp8"}}"#);
-        assert!(CommonConfig::parse(&Fields::new(&fp8), 2).unwrap_err().to_string().contains("fp8"));
+        let negative = map(r#"{"eos_token_id": [2, -1]}"#);
+        assert!(CommonConfig::parse(&Fields::new(&negative)).unwrap_err().to_string().contains("-1"));
+        assert!(CommonConfig::parse(&Fields::new(&fp8)).unwrap_err().to_string().contains("fp8"));
     }
 }

@@ -211,7 +211,7 @@ fn unknown<const N: usize>(field: &str, found: &str, known: [&str; N]) -> Error 
     let nearest = known
         .iter()
         .min_by_key(|name| edit_distance(name, found))
-        .filter(|name| edit_distance(name, found) <= name.len() / 2);
+        .filter(|name| 4 * edit_distance(name, found) <= 3 * name.len().max(found.len()));
     let hint = nearest.map_or_else(String::new, |name| format!("; nearest: \"{name}\""));
     Error::config(
         field,

@@ -1,6 +1,7 @@
 //! Rotary settings of a `config.json`, in the current form (`rope_parameters`) and the legacy one (`rope_theta` plus
 //! `rope_scaling`).
 
+use burn_moe::checkpoint::as_f64;
 use burn_moe::layers::{RopeConfig, RopeKind};
 use burn_moe::{Error, Result};
 use serde_json::{Map, Value};
@@ -58,11 +59,12 @@ pub fn parse_rope(config: &Map<String, Value>, head_dim: usize, max_positions: u
                 original_positions: original_positions(&top, &inner, max_positions)?,
             }
         }
+        "longrope" => longrope(&top, &inner, max_positions, head_dim / 2)?,
         other => {
             return Err(Error::config(
                 inner.name("rope_type"),
                 format!("\"{other}\""),
-                "\"default\", \"linear\", \"dynamic\", \"yarn\" or \"llama3\" (other kinds are not supported)",
+                "\"default\", \"linear\", \"dynamic\", \"yarn\", \"llama3\" or \"longrope\" (other kinds are not supported)",
             ));
         }
     };
@@ -127,6 +129,33 @@ fn yarn(top: &Fields<'_>, inner: &Fields<'_>, max_positions: usize) -> Result<Ro
         beta_fast: or_default("beta_fast", 32.0)?,
         beta_slow: or_default("beta_slow", 1.0)?,
         truncate: inner.flag(&["truncate"], true)?,
+        attention_factor,
+    })
+}
+
+fn longrope(top: &Fields<'_>, inner: &Fields<'_>, max_positions: usize, half: usize) -> Result<RopeKind> {
+    let original = original_positions(top, inner, max_positions)?;
+    let factor = inner.positive(&["factor"], max_positions as f64 / original)?;
+    let divisors = |name: &str| -> Result<Vec<f64>> {
+        let items = inner.list(&[name])?.unwrap_or_default();
+        let values: Vec<f64> = items.iter().filter_map(as_f64).filter(|x| x.is_finite() && *x > 0.0).collect();
+        if values.len() == half && items.len() == half {
+            return Ok(values);
+        }
+        Err(Error::config(
+            inner.name(name),
+            format!("{} entries, {} of them positive numbers", items.len(), values.len()),
+            format!("{half} positive numbers, one per rotated pair of channels"),
+        ))
+    };
+    let attention_factor = match inner.float_or_none(&["attention_factor"])? {
+        Some(_) => inner.positive(&["attention_factor"], 1.0)?,
+        None => RopeKind::longrope_attention_factor(factor, original),
+    };
+    Ok(RopeKind::LongRope {
+        short_factor: divisors("short_factor")?,
+        long_factor: divisors("long_factor")?,
+        original_positions: original,
         attention_factor,
     })
 }
@@ -212,9 +241,33 @@ mod tests {
     }
 
     #[test]
+    fn longrope_reads_its_divisors() {
+        let rope = parse(
+            r#"{"original_max_position_embeddings": 1024, "rope_scaling":
+                {"type": "longrope", "short_factor": [1, 1, 1, 1.5], "long_factor": [1, 2, 3, 4]}}"#,
+        )
+        .unwrap();
+        let RopeKind::LongRope {
+            long_factor,
+            original_positions,
+            attention_factor,
+            ..
+        } = rope.kind
+        else {
+            panic!("{rope:?}")
+        };
+        assert_eq!((long_factor, original_positions), (vec![1.0, 2.0, 3.0, 4.0], 1024.0));
+        assert!((attention_factor - (1.0 + 4f64.ln() / 1024f64.ln()).sqrt()).abs() < 1e-12);
+    }
+
+    #[test]
     fn what_cannot_be_honoured_is_refused_by_name() {
         for (text, field) in [
-            (r#"{"rope_scaling": {"type": "longrope", "factor": 4}}"#, "rope_scaling.rope_type"),
+            (r#"{"rope_scaling": {"type": "su", "factor": 4}}"#, "rope_scaling.rope_type"),
+            (
+                r#"{"rope_scaling": {"type": "longrope", "short_factor": [1, 1, 1], "long_factor": [1, 1, 1, 1]}}"#,
+                "rope_scaling.short_factor",
+            ),
             (r#"{"rope_scaling": {"type": "yarn"}}"#, "rope_scaling.factor"),
             (
                 r#"{"rope_scaling": {"rope_type": "llama3", "factor": 8}}"#,

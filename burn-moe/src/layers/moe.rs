@@ -16,25 +16,12 @@
 
 use burn::module::Module;
 use burn::tensor::{Int, Tensor};
-use burn_ep_backend::comm::EpGroup;
-use burn_ep_backend::{ExpertActivation, MoeBackend, ops};
+use burn_ep_backend::MoeBackend;
 
 use super::{Experts, ExpertsConfig, Init, Linear, Mlp, MlpConfig, ParamBuilder, Router, RouterConfig};
+use crate::dispatch::routed_experts;
 use crate::error::Result;
 use crate::model::{ModelInput, RouterOutput};
-
-// Stand-in until the dispatch module lands: all experts on this rank.
-fn routed_experts<B: MoeBackend>(
-    x_td: Tensor<B, 2>,
-    route: ops::Route<B>,
-    experts: ops::ExpertWeights<B>,
-    activation: ExpertActivation,
-    num_experts: usize,
-    _ep: Option<&EpGroup>,
-) -> Result<Tensor<B, 2>> {
-    let order = ops::sort_by_expert(route.ids_tk, num_experts)?;
-    Ok(ops::expert_mlp(x_td, &order, Some(route.weights_tk), experts, activation)?)
-}
 
 /// Settings of [`Moe`].
 #[derive(Debug, Clone)]

@@ -11,7 +11,7 @@ use crate::batch::HostBatch;
 use crate::error::{Error, Result};
 
 /// How the base frequencies `theta^(-2j/d)` are changed for longer contexts.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub enum RopeKind {
     /// Unchanged.
     Default,
@@ -36,10 +36,20 @@ pub enum RopeKind {
         high_freq_factor: f64,
         original_positions: f64,
     },
+    /// A divisor per frequency, one set for short and one for long batches (Phi-3, "LongRoPE").
+    LongRope {
+        /// `dim / 2` divisors for batches of up to `original_positions`.
+        short_factor: Vec<f64>,
+        /// `dim / 2` divisors for longer ones.
+        long_factor: Vec<f64>,
+        original_positions: f64,
+        /// Multiplies cos and sin.
+        attention_factor: f64,
+    },
 }
 
 /// Rotary embedding of a model.
-#[derive(Debug, Clone, Copy, PartialEq)]
+#[derive(Debug, Clone, PartialEq)]
 pub struct RopeConfig {
     /// Rotated channels per head, an even number.
     pub dim: usize,
@@ -58,13 +68,22 @@ impl RopeKind {
             _ => scale(1.0),
         }
     }
+
+    /// LongRoPE's attention factor when the config gives none: `sqrt(1 + ln(factor) / ln(original))`.
+    pub fn longrope_attention_factor(factor: f64, original_positions: f64) -> f64 {
+        if factor <= 1.0 {
+            1.0
+        } else {
+            (1.0 + factor.ln() / original_positions.ln()).sqrt()
+        }
+    }
 }
 
 impl RopeConfig {
     /// Factor on cos and sin.
     pub fn attention_factor(&self) -> f64 {
         match self.kind {
-            RopeKind::Yarn { attention_factor, .. } => attention_factor,
+            RopeKind::Yarn { attention_factor, .. } | RopeKind::LongRope { attention_factor, .. } => attention_factor,
             _ => 1.0,
         }
     }
@@ -82,15 +101,15 @@ impl RopeConfig {
                 .collect()
         };
         let freq = base(self.theta);
-        match self.kind {
+        match &self.kind {
             RopeKind::Default => freq,
-            RopeKind::Linear { factor } => freq.iter().map(|f| f / factor as f32).collect(),
-            RopeKind::Dynamic { factor, max_positions } => {
+            RopeKind::Linear { factor } => freq.iter().map(|f| f / *factor as f32).collect(),
+            &RopeKind::Dynamic { factor, max_positions } => {
                 let s = length.max(max_positions) as f64;
                 let d = self.dim as f64;
                 base(self.theta * (factor * s / max_positions as f64 - (factor - 1.0)).powf(d / (d - 2.0)))
             }
-            RopeKind::Yarn {
+            &RopeKind::Yarn {
                 factor,
                 original_positions,
                 beta_fast,
@@ -111,7 +130,7 @@ impl RopeConfig {
                 }
                 blend(&freq, factor, |j, _| ((j as f64 - low) / (high - low)).clamp(0.0, 1.0))
             }
-            RopeKind::Llama3 {
+            &RopeKind::Llama3 {
                 factor,
                 low_freq_factor,
                 high_freq_factor,
@@ -121,6 +140,30 @@ impl RopeConfig {
                 let kept = (wavelengths - low_freq_factor) / (high_freq_factor - low_freq_factor);
                 1.0 - kept.clamp(0.0, 1.0)
             }),
+            RopeKind::LongRope {
+                short_factor,
+                long_factor,
+                original_positions,
+                ..
+            } => {
+                let divisors = if length as f64 > *original_positions {
+                    long_factor
+                } else {
+                    short_factor
+                };
+                freq.iter().zip(divisors).map(|(f, d)| f / *d as f32).collect()
+            }
+        }
+    }
+
+    /// Longest sequence the settings were made for, when the model itself was trained for `max_positions`.
+    pub fn max_length(&self, max_positions: usize) -> usize {
+        match &self.kind {
+            RopeKind::Default | RopeKind::LongRope { .. } => max_positions,
+            RopeKind::Linear { factor }
+            | RopeKind::Dynamic { factor, .. }
+            | RopeKind::Yarn { factor, .. }
+            | RopeKind::Llama3 { factor, .. } => (max_positions as f64 * factor.max(1.0)) as usize,
         }
     }
 
@@ -128,20 +171,21 @@ impl RopeConfig {
     /// positions only when the batch does not name its own.
     ///
     /// # Errors
-    /// When a position is negative or not below `max_positions`.
+    /// When a position is negative or not below [`RopeConfig::max_length`].
     pub fn table(&self, batch: &HostBatch, past: usize, max_positions: usize) -> Result<RopeTable> {
+        let limit = self.max_length(max_positions);
         let (rows, positions) = match &batch.position_ids {
             Some(ids) => (batch.batch, ids.clone()),
             None => (1, (0..batch.seq).map(|t| (past + t) as i32).collect()),
         };
-        if let Some((i, p)) = positions.iter().enumerate().find(|(_, p)| **p < 0 || **p as usize >= max_positions) {
+        if let Some((i, p)) = positions.iter().enumerate().find(|(_, p)| **p < 0 || **p as usize >= limit) {
             return Err(Error::batch(
                 "position_ids",
                 format!("position {p} at index {i}"),
                 format!(
                     "0 to {} (`max_position_embeddings` = {max_positions}): shorten the sequences, or raise the config \
                      field together with a `rope_scaling` entry",
-                    max_positions - 1
+                    limit.saturating_sub(1)
                 ),
             ));
         }
@@ -288,6 +332,23 @@ mod tests {
         // Up to the trained length nothing changes; at twice the length theta' = 100 * (2*2 - 1)^(4/2) = 900.
         assert_eq!(dynamic.inv_freq(10), [1.0, 0.1]);
         close(&dynamic.inv_freq(20), 1, 1.0 / 30.0);
+    }
+
+    #[test]
+    fn longrope_switches_its_divisors_at_the_original_length() {
+        let config = RopeConfig {
+            dim: 4,
+            theta: 100.0,
+            kind: RopeKind::LongRope {
+                short_factor: vec![1.0, 2.0],
+                long_factor: vec![4.0, 8.0],
+                original_positions: 16.0,
+                attention_factor: RopeKind::longrope_attention_factor(4.0, 16.0),
+            },
+        };
+        assert_eq!(config.inv_freq(16), [1.0, 0.05]);
+        assert_eq!(config.inv_freq(17), [0.25, 0.0125]);
+        assert!((config.attention_factor() - 1.5f64.sqrt()).abs() < 1e-12);
     }
 
     #[test]

@@ -110,7 +110,7 @@ impl NemotronHConfig {
         f.choice(&["mlp_hidden_act"], (), &[("relu2", ())])?;
         f.choice(&["mamba_hidden_act"], (), &[("silu", ()), ("swish", ())])?;
         let config = Self {
-            common: CommonConfig::parse(&f, vocab_size)?,
+            common: CommonConfig::parse(&f)?,
             vocab_size,
             hidden_size: f.size(&["hidden_size"], 4096)?,
             norm_eps: f.positive(&["layer_norm_epsilon"], 1e-5)?,
@@ -473,7 +473,7 @@ mod tests {
             (r#"{"n_groups": 7}"#, ["n_groups", "7", "mamba_num_heads = 128"]),
             (r#"{"conv_kernel": 1}"#, ["conv_kernel", "1", "2 to 64"]),
             (r#"{"time_step_limit": [2, 1]}"#, ["time_step_limit", "(2.0, 1.0)", "smaller first"]),
-            (r#"{"hidden_size": 1e18}"#, ["hidden_size", "1e18", "whole number"]),
+            (r#"{"hidden_size": 1e18}"#, ["hidden_size", "1e+18", "whole number"]),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(parts.iter().all(|p| error.contains(p)), "{text}: {error}");

@@ -94,7 +94,7 @@ impl Qwen3MoeConfig {
         f.choice(&["hidden_act"], (), &[("silu", ()), ("swish", ())])?;
         let max_position_embeddings = f.size(&["max_position_embeddings"], 32_768)?;
         let config = Self {
-            common: CommonConfig::parse(&f, vocab_size)?,
+            common: CommonConfig::parse(&f)?,
             vocab_size,
             hidden_size,
             num_hidden_layers,
@@ -119,6 +119,13 @@ impl Qwen3MoeConfig {
             initializer_range: f.positive(&["initializer_range"], 0.02)?,
             raw: raw.clone(),
         };
+        if let Some(pad) = config.common.pad_token_id.filter(|&id| id as usize >= vocab_size) {
+            return Err(Error::config(
+                "pad_token_id",
+                pad,
+                format!("below vocab_size = {vocab_size}, or null"),
+            ));
+        }
         if config.num_sparse_layers() > 0 && config.num_experts_per_tok > config.num_experts {
             return Err(Error::config(
                 "num_experts_per_tok",
@@ -257,7 +264,7 @@ mod tests {
         assert_eq!((c.num_experts, c.num_experts_per_tok, c.norm_topk_prob), (128, 8, false));
         assert_eq!((c.decoder_sparse_step, c.mlp_only_layers.len()), (1, 0));
         assert_eq!((c.rms_norm_eps, c.attention_bias, c.tie_word_embeddings), (1e-6, false, false));
-        assert_eq!((c.rope.theta, c.rope.kind, c.rope.dim), (10_000.0, RopeKind::Default, 64));
+        assert_eq!((c.rope.theta, &c.rope.kind, c.rope.dim), (10_000.0, &RopeKind::Default, 64));
         assert_eq!((c.max_position_embeddings, c.sliding_window), (32_768, None));
         assert_eq!((c.router_aux_loss_coef, c.aux_loss()), (0.001, None));
     }
@@ -314,6 +321,10 @@ mod tests {
             (r#"{"num_hidden_layers": 100000}"#, ["num_hidden_layers", "100000", "4096"]),
             (r#"{"mlp_only_layers": [1, -1]}"#, ["mlp_only_layers[1]", "-1", "layer number"]),
             (r#"{"attention_dropout": 0.5}"#, ["attention_dropout", "0.5", "0"]),
+            (
+                r#"{"vocab_size": 10, "pad_token_id": 10}"#,
+                ["pad_token_id", "10", "vocab_size = 10"],
+            ),
             (r#"{"head_dim": 7}"#, ["head_dim", "7", "even"]),
         ] {
             let error = parse(text).unwrap_err().to_string();

@@ -1,0 +1,128 @@
+//! From a checkpoint folder to a model.
+
+use std::path::Path;
+
+use burn::tensor::FloatDType;
+use burn_ep_backend::MoeBackend;
+use burn_ep_backend::comm::EpGroup;
+use burn_moe::Result;
+use burn_moe::checkpoint::{self, CheckpointSource, EpRank, LoadOptions, LoadReport, TieState};
+
+use crate::auto::{AutoModelForCausalLm, FromConfigOptions};
+use crate::registry::AutoConfig;
+
+/// How to load a checkpoint.
+#[derive(Debug, Clone)]
+pub struct FromPretrainedOptions {
+    /// Dtype of the parameters; None: the config's, or as stored when it names none. Parameters that a family keeps in fp32
+    /// stay in fp32.
+    pub dtype: Option<FloatDType>,
+    /// Hold only this rank's experts.
+    pub ep: Option<EpGroup>,
+    /// Refuse missing and unused tensors. Otherwise missing ones keep their initial values.
+    pub strict: bool,
+    /// Seed of the initial values of missing tensors.
+    pub seed: u64,
+    /// Accept NaN and infinite weights.
+    pub allow_nonfinite: bool,
+    /// Show a progress bar when stderr is a terminal.
+    pub progress: bool,
+}
+
+impl Default for FromPretrainedOptions {
+    fn default() -> Self {
+        Self {
+            dtype: None,
+            ep: None,
+            strict: true,
+            seed: 0,
+            allow_nonfinite: false,
+            progress: false,
+        }
+    }
+}
+
+/// A loaded model and where it came from.
+#[derive(Debug)]
+pub struct Pretrained<B: MoeBackend> {
+    pub model: AutoModelForCausalLm<B>,
+    /// The opened checkpoint: saving writes its layout and carries its unread tensors through.
+    pub source: CheckpointSource,
+    /// What was loaded from where.
+    pub report: LoadReport,
+}
+
+impl<B: MoeBackend> AutoModelForCausalLm<B> {
+    /// Load a Hugging Face checkpoint folder.
+    ///
+    /// # Errors
+    /// In this order, each before anything of the next is read: damaged files and headers, an unknown family, a config that
+    /// cannot be honoured or does not divide over the ranks, names and shapes that do not fit, weights that are not finite.
+    pub fn from_pretrained(path: impl AsRef<Path>, options: &FromPretrainedOptions, device: &B::Device) -> Result<Pretrained<B>> {
+        let source = CheckpointSource::open(path)?;
+        let config = AutoConfig::from_json(source.config())?;
+        Self::load(source, config, options, device)
+    }
+
+    /// Load the weights of an opened checkpoint into a model of `config`, which may differ from the one in the folder, e.g. in
+    /// the parity switches of Nemotron-H.
+    pub fn load(
+        source: CheckpointSource,
+        mut config: AutoConfig,
+        options: &FromPretrainedOptions,
+        device: &B::Device,
+    ) -> Result<Pretrained<B>> {
+        untie_if_stored_apart(&mut config, &source);
+        let model = Self::from_config(&config, &from_config_options(&config, options), device)?;
+        let (model, report) = checkpoint::load(model, &source, &config.weight_map(), &load_options(&config, options))?;
+        Ok(Pretrained { model, source, report })
+    }
+
+    /// What [`AutoModelForCausalLm::from_pretrained`] would do, from config and headers alone: nothing is allocated. Names
+    /// and shapes that do not fit are listed in the report.
+    pub fn inspect(path: impl AsRef<Path>, options: &FromPretrainedOptions, device: &B::Device) -> Result<(AutoConfig, LoadReport)> {
+        let source = CheckpointSource::open(path)?;
+        let mut config = AutoConfig::from_json(source.config())?;
+        untie_if_stored_apart(&mut config, &source);
+        let model = Self::from_config(&config, &from_config_options(&config, options), device)?;
+        let report = checkpoint::inspect(&model, &source, &config.weight_map(), &load_options(&config, options))?;
+        Ok((config, report))
+    }
+}
+
+/// A file with two different matrices under a config that ties them keeps both; the config is saved as it came.
+fn untie_if_stored_apart(config: &mut AutoConfig, source: &CheckpointSource) {
+    let map = config.weight_map();
+    if let AutoConfig::Qwen3Moe(config) = config
+        && config.tie_word_embeddings
+        && source.tie_state(&map) == TieState::Different
+    {
+        tracing::warn!("`tie_word_embeddings` is true, but the checkpoint stores two different matrices: they stay separate");
+        config.tie_word_embeddings = false;
+    }
+}
+
+fn dtype(config: &AutoConfig, options: &FromPretrainedOptions) -> Option<FloatDType> {
+    options.dtype.or(config.common().dtype)
+}
+
+fn from_config_options(config: &AutoConfig, options: &FromPretrainedOptions) -> FromConfigOptions {
+    FromConfigOptions {
+        dtype: dtype(config, options),
+        seed: options.seed,
+        ep: options.ep.clone(),
+    }
+}
+
+fn load_options(config: &AutoConfig, options: &FromPretrainedOptions) -> LoadOptions {
+    LoadOptions {
+        dtype: dtype(config, options).map(Into::into),
+        strict: options.strict,
+        allow_nonfinite: options.allow_nonfinite,
+        ep: options.ep.as_ref().map_or_else(EpRank::default, |ep| EpRank {
+            rank: ep.rank(),
+            size: ep.size(),
+        }),
+        progress: options.progress,
+    }
+}
