@@ -6,7 +6,7 @@ use burn::tensor::FloatDType;
 use burn_ep_backend::MoeBackend;
 use burn_ep_backend::comm::EpGroup;
 use burn_moe::Result;
-use burn_moe::checkpoint::{self, CheckpointSource, EpRank, LoadOptions, LoadReport, TieState};
+use burn_moe::checkpoint::{self, CheckpointSource, ConfigJson, EpRank, LoadOptions, LoadReport, SaveOptions, SaveReport, TieState};
 
 use crate::auto::{AutoModelForCausalLm, FromConfigOptions};
 use crate::registry::AutoConfig;
@@ -87,6 +87,41 @@ impl<B: MoeBackend> AutoModelForCausalLm<B> {
         let model = Self::from_config(&config, &from_config_options(&config, options), device)?;
         let report = checkpoint::inspect(&model, &source, &config.weight_map(), &load_options(&config, options))?;
         Ok((config, report))
+    }
+}
+
+impl<B: MoeBackend> AutoModelForCausalLm<B> {
+    /// Write a Hugging Face folder. With `options.like`, names, layout, dtypes and unread tensors are those of the checkpoint
+    /// the model came from; without, the family's published layout. The config is the model's own unless `options.config`
+    /// or `options.like` gives one.
+    ///
+    /// # Errors
+    /// When the folder cannot be written; the last good save in it is then still whole.
+    pub fn save_pretrained(&self, dir: impl AsRef<Path>, options: &SaveOptions<'_>) -> Result<SaveReport> {
+        let config = self.config();
+        let map = config.weight_map();
+        if options.like.is_some() || options.config.is_some() {
+            return checkpoint::save(self, &map, dir, options);
+        }
+        let mut json = ConfigJson::from_fields(config.raw().clone());
+        json.set("architectures", vec![config.architecture()]);
+        json.set("model_type", config.model_type());
+        json.remove("torch_dtype");
+        json.set("dtype", dtype_name(self.dtype()));
+        let options = SaveOptions {
+            config: Some(&json),
+            ..*options
+        };
+        checkpoint::save(self, &map, dir, &options)
+    }
+}
+
+fn dtype_name(dtype: FloatDType) -> &'static str {
+    match dtype {
+        FloatDType::F64 => "float64",
+        FloatDType::F32 | FloatDType::Flex32 => "float32",
+        FloatDType::F16 => "float16",
+        FloatDType::BF16 => "bfloat16",
     }
 }
 
