@@ -4,3 +4,5 @@ mod checkpoint;
 mod contract;
 mod ep;
 mod training;
+mod cases;
+mod generation;

@@ -1,3 +1,4 @@
 //! Shared test helpers.
 
 pub mod fixture;
+pub mod tiny;

@@ -1,0 +1,95 @@
+//! Generation with caches.
+
+use burn::module::AutodiffModule;
+use burn::tensor::Tensor;
+use burn_moe::backend::{Device, Infer};
+use burn_moe::generate::{GenerateOptions, Session, generate};
+use burn_moe::model::CausalLm;
+use burn_moe_models::{AutoConfig, AutoModelForCausalLm};
+use burn_moe_tests::fixture::relative_error;
+use burn_moe_tests::tiny;
+
+const IDS: [i32; 11] = [7, 3, 9, 1, 4, 5, 2, 8, 6, 11, 10];
+
+fn models() -> Vec<AutoModelForCausalLm<Infer>> {
+    [tiny::NEMOTRON_H, tiny::QWEN3_MOE]
+        .map(|text| tiny::model(&AutoConfig::from_text(text).unwrap()).valid())
+        .into()
+}
+
+/// Logits `[S][V]` of one pass over the whole row.
+fn uncached(model: &AutoModelForCausalLm<Infer>, ids: &[i32]) -> Vec<Vec<f32>> {
+    let input = model.prepare(&tiny::row(ids, None), 0, &Device::default()).unwrap();
+    let logits: Tensor<Infer, 3> = model.logits(&input).unwrap();
+    let values: Vec<f32> = logits.into_data().to_vec().unwrap();
+    values.chunks(model.vocab_size()).map(<[f32]>::to_vec).collect()
+}
+
+/// Token by token, in one piece, and in pieces shorter and longer than the convolution and the window.
+#[test]
+fn cached_logits_are_those_of_one_pass() {
+    for model in models() {
+        let expected = uncached(&model, &IDS);
+        for pieces in [vec![1; 11], vec![11], vec![4, 1, 6], vec![1, 7, 2, 1]] {
+            let device = Device::default();
+            let mut session = Session::new(&model, &device, None);
+            let mut seen = 0;
+            for piece in pieces.iter().copied() {
+                let logits = session.extend(&IDS[seen..seen + piece]).unwrap();
+                seen += piece;
+                let error = relative_error(&logits, &expected[seen - 1]);
+                assert!(error < 1e-5, "{pieces:?}, after {seen} tokens: {error:e}");
+            }
+        }
+    }
+}
+
+#[test]
+fn greedy_generation_takes_the_best_token_until_a_stop_token() {
+    for model in models() {
+        let mut ids = IDS.to_vec();
+        let mut expected = Vec::new();
+        for _ in 0..6 {
+            let logits = uncached(&model, &ids).pop().unwrap();
+            let best = (0..logits.len()).max_by(|&a, &b| logits[a].total_cmp(&logits[b])).unwrap() as i32;
+            expected.push(best);
+            ids.push(best);
+        }
+        let mut options = GenerateOptions {
+            max_new_tokens: 6,
+            ..Default::default()
+        };
+        assert_eq!(generate(&model, &IDS, &options, &Device::default()).unwrap(), expected);
+
+        options.stop_tokens = vec![expected[2]];
+        let until = expected.iter().position(|t| *t == expected[2]).unwrap();
+        assert_eq!(generate(&model, &IDS, &options, &Device::default()).unwrap(), expected[..=until]);
+    }
+}
+
+#[test]
+fn the_seed_decides_the_sample() {
+    let model = &models()[0];
+    let sample = |seed| {
+        let options = GenerateOptions {
+            max_new_tokens: 12,
+            temperature: 3.0,
+            seed,
+            ..Default::default()
+        };
+        generate(model, &IDS, &options, &Device::default()).unwrap()
+    };
+    assert_eq!(sample(1), sample(1));
+    assert_ne!(sample(1), sample(2));
+}
+
+#[test]
+fn bad_prompts_are_refused() {
+    for model in models() {
+        let options = GenerateOptions::default();
+        for prompt in [&[][..], &[1, 99], &[-1]] {
+            let error = generate(&model, prompt, &options, &Device::default()).unwrap_err().to_string();
+            assert!(error.contains("input_ids"), "{error}");
+        }
+    }
+}

@@ -1,0 +1,75 @@
+//! Tiny models of every family, built from a config text.
+
+use std::collections::BTreeMap;
+
+use burn::module::{Module, ModuleVisitor, Param};
+use burn::tensor::Tensor;
+use burn::tensor::backend::AutodiffBackend;
+use burn_moe::backend::{Device, Train};
+use burn_moe::batch::HostBatch;
+use burn_moe_models::{AutoConfig, AutoModelForCausalLm, FromConfigOptions};
+
+/// All four mixers, experts at a latent width, weights large enough that every layer matters.
+pub const NEMOTRON_H: &str = r#"{"model_type": "nemotron_h", "hybrid_override_pattern": "ME*-MEM*", "vocab_size": 50,
+    "hidden_size": 12, "num_attention_heads": 3, "num_key_value_heads": 1, "head_dim": 6, "mamba_num_heads": 4,
+    "mamba_head_dim": 5, "n_groups": 2, "ssm_state_size": 7, "conv_kernel": 3, "chunk_size": 4, "n_routed_experts": 4,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 9, "moe_latent_size": 8, "moe_shared_expert_intermediate_size": 11,
+    "intermediate_size": 13, "initializer_range": 0.3}"#;
+
+/// Sparse and dense layers, window, scaled positions.
+pub const QWEN3_MOE: &str = r#"{"model_type": "qwen3_moe", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7, "intermediate_size": 9, "mlp_only_layers": [1], "norm_topk_prob": true,
+    "use_sliding_window": true, "sliding_window": 5, "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+    "initializer_range": 0.3}"#;
+
+/// A model with the initial values of seed 1.
+pub fn model(config: &AutoConfig) -> AutoModelForCausalLm<Train> {
+    let options = FromConfigOptions {
+        seed: 1,
+        ..Default::default()
+    };
+    AutoModelForCausalLm::from_config(config, &options, &Device::default()).expect("a valid config")
+}
+
+/// One row of tokens, every one of them a label.
+pub fn row(ids: &[i32], doc_start: Option<Vec<i32>>) -> HostBatch {
+    HostBatch {
+        batch: 1,
+        seq: ids.len(),
+        input_ids: ids.to_vec(),
+        labels: ids.to_vec(),
+        doc_start,
+        ..Default::default()
+    }
+}
+
+/// Gradient of every parameter that has one, by module path.
+pub fn gradients<B: AutodiffBackend, M: Module<B>>(model: &M, grads: &B::Gradients) -> BTreeMap<String, Vec<f32>> {
+    struct Visitor<'a, B: AutodiffBackend> {
+        grads: &'a B::Gradients,
+        path: Vec<String>,
+        found: BTreeMap<String, Vec<f32>>,
+    }
+    impl<B: AutodiffBackend> ModuleVisitor<B> for Visitor<'_, B> {
+        fn enter_module(&mut self, name: &str, _container: &str) {
+            self.path.push(name.into());
+        }
+        fn exit_module(&mut self, _name: &str, _container: &str) {
+            self.path.pop();
+        }
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<B, D>>) {
+            if let Some(grad) = param.val().grad(self.grads) {
+                let values = grad.into_data().convert::<f32>().into_vec().expect("f32");
+                self.found.insert(self.path.join("."), values);
+            }
+        }
+    }
+    let mut visitor = Visitor::<B> {
+        grads,
+        path: Vec::new(),
+        found: BTreeMap::new(),
+    };
+    model.visit(&mut visitor);
+    visitor.found
+}
