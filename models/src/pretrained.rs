@@ -6,6 +6,8 @@ use burn::tensor::FloatDType;
 use burn_ep_backend::MoeBackend;
 use burn_ep_backend::comm::EpGroup;
 use burn_moe::Result;
+#[cfg(feature = "hub")]
+use burn_moe::checkpoint::hub::{self, HubOptions};
 use burn_moe::checkpoint::{self, CheckpointSource, ConfigJson, EpRank, LoadOptions, LoadReport, SaveOptions, SaveReport, TieState};
 
 use crate::auto::{AutoModelForCausalLm, FromConfigOptions};
@@ -27,6 +29,9 @@ pub struct FromPretrainedOptions {
     pub allow_nonfinite: bool,
     /// Show a progress bar when stderr is a terminal.
     pub progress: bool,
+    /// Where `org/name` is looked for when it is not a local folder.
+    #[cfg(feature = "hub")]
+    pub hub: HubOptions,
 }
 
 impl Default for FromPretrainedOptions {
@@ -38,6 +43,8 @@ impl Default for FromPretrainedOptions {
             seed: 0,
             allow_nonfinite: false,
             progress: false,
+            #[cfg(feature = "hub")]
+            hub: HubOptions::default(),
         }
     }
 }
@@ -53,13 +60,14 @@ pub struct Pretrained<B: MoeBackend> {
 }
 
 impl<B: MoeBackend> AutoModelForCausalLm<B> {
-    /// Load a Hugging Face checkpoint folder.
+    /// Load a Hugging Face checkpoint: a local folder or, with the feature `hub`, a repository `org/name`, whose files are
+    /// downloaded into the cache that other Hub clients share.
     ///
     /// # Errors
     /// In this order, each before anything of the next is read: damaged files and headers, an unknown family, a config that
     /// cannot be honoured or does not divide over the ranks, names and shapes that do not fit, weights that are not finite.
     pub fn from_pretrained(path: impl AsRef<Path>, options: &FromPretrainedOptions, device: &B::Device) -> Result<Pretrained<B>> {
-        let source = CheckpointSource::open(path)?;
+        let source = open(path.as_ref(), options)?;
         let config = AutoConfig::from_json(source.config())?;
         Self::load(source, config, options, device)
     }
@@ -81,7 +89,7 @@ impl<B: MoeBackend> AutoModelForCausalLm<B> {
     /// What [`AutoModelForCausalLm::from_pretrained`] would do, from config and headers alone: nothing is allocated. Names
     /// and shapes that do not fit are listed in the report.
     pub fn inspect(path: impl AsRef<Path>, options: &FromPretrainedOptions, device: &B::Device) -> Result<(AutoConfig, LoadReport)> {
-        let source = CheckpointSource::open(path)?;
+        let source = open(path.as_ref(), options)?;
         let mut config = AutoConfig::from_json(source.config())?;
         untie_if_stored_apart(&mut config, &source);
         let model = Self::from_config(&config, &from_config_options(&config, options), device)?;
@@ -114,6 +122,20 @@ impl<B: MoeBackend> AutoModelForCausalLm<B> {
         };
         checkpoint::save(self, &map, dir, &options)
     }
+}
+
+#[cfg(feature = "hub")]
+fn open(path: &Path, options: &FromPretrainedOptions) -> Result<CheckpointSource> {
+    // A path that is no text cannot be a repository.
+    match path.to_str() {
+        Some(name) => CheckpointSource::open(hub::locate(name, &options.hub)?),
+        None => CheckpointSource::open(path),
+    }
+}
+
+#[cfg(not(feature = "hub"))]
+fn open(path: &Path, _options: &FromPretrainedOptions) -> Result<CheckpointSource> {
+    CheckpointSource::open(path)
 }
 
 fn dtype_name(dtype: FloatDType) -> &'static str {
