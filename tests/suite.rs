@@ -1,8 +1,8 @@
 //! Every cross-crate test, in one binary.
 
+mod cases;
 mod checkpoint;
 mod contract;
 mod ep;
-mod training;
-mod cases;
 mod generation;
+mod training;
