@@ -13,6 +13,7 @@ use super::batch::{Layout, first_fit};
 use super::jsonl::Dataset;
 use crate::batch::HostBatch;
 use crate::error::{Error, Result};
+use crate::train::BatchSource;
 
 /// Shape and order of batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -186,6 +187,22 @@ impl Loader {
     /// The documents behind the stream.
     pub fn dataset(&self) -> &Dataset {
         &self.data
+    }
+}
+
+impl BatchSource for Loader {
+    fn next_batch(&mut self) -> Result<Option<HostBatch>> {
+        Loader::next_batch(self).map(Some)
+    }
+
+    fn position(&self) -> Result<serde_json::Value> {
+        serde_json::to_value(self.position).map_err(|e| Error::config("position", e, "plain JSON"))
+    }
+
+    fn restore(&mut self, position: &serde_json::Value) -> Result<()> {
+        let parsed =
+            DataPosition::deserialize(position).map_err(|e| Error::config("position", format!("{position} ({e})"), "a data position"))?;
+        Loader::restore(self, parsed)
     }
 }
 
