@@ -9,8 +9,10 @@ use burn_flex::{Flex, FlexTensor};
 use gemm::Parallelism;
 use rayon::prelude::*;
 
+use super::attention_mask::Visible;
+use super::lanes::{dot, exp, sum};
 use super::matrix::{Matrix, MatrixMut, Write, inner_parallelism, matmul};
-use super::slice::{bools, f32s, from_f32s, interleave_heads, ints};
+use super::slice::{any_f64, f32s, from_f32s, interleave_heads};
 use crate::backend::{AttentionGrads, AttentionMaskPrim, AttentionPrim};
 use crate::desc::AttentionDesc;
 use crate::reference;
@@ -26,11 +28,11 @@ pub(crate) fn attention(
     mask: &AttentionMaskPrim<Flex>,
     desc: &AttentionDesc,
 ) -> AttentionPrim<Flex> {
-    if q.dtype() == DType::F64 {
+    if any_f64([&q, &k, &v].into_iter().chain(&sink)) {
         return reference::attention::attention::<Flex>(q, k, v, sink, mask, desc);
     }
     let sizes = Sizes::of(&q, &k, &v);
-    let visible = Visible::new(&sizes, mask, desc);
+    let visible = Visible::new([sizes.batch, sizes.sq, sizes.skv], mask, desc);
     let (q32, k32, v32) = (f32s(&q), f32s(&k), f32s(&v));
     let sink_h = sink.as_ref().map(f32s);
     let tasks = sizes.batch * sizes.heads;
@@ -72,11 +74,11 @@ pub(crate) fn attention_backward(
     out: &AttentionPrim<Flex>,
     desc: &AttentionDesc,
 ) -> AttentionGrads<Flex> {
-    if q.dtype() == DType::F64 {
+    if any_f64([&grad, &q, &k, &v, &out.out_bshd, &out.lse_bhs].into_iter().chain(&sink)) {
         return reference::attention::attention_backward::<Flex>(grad, q, k, v, sink, mask, out, desc);
     }
     let sizes = Sizes::of(&q, &k, &v);
-    let visible = Visible::new(&sizes, mask, desc);
+    let visible = Visible::new([sizes.batch, sizes.sq, sizes.skv], mask, desc);
     let (q32, k32, v32) = (f32s(&q), f32s(&k), f32s(&v));
     let (grad32, out32, lse32) = (f32s(&grad), f32s(&out.out_bshd), f32s(&out.lse_bhs));
     let sink_h = sink.as_ref().map(f32s);
@@ -210,59 +212,6 @@ impl<'a> Rows<'a> {
     }
 }
 
-/// Which keys each query sees.
-struct Visible {
-    /// `[B, Sq]`: keys by causality, window and document.
-    ranges: Vec<Range<usize>>,
-    /// `[B, Skv]`; empty when every key may be seen.
-    keys: Vec<bool>,
-    sq: usize,
-    skv: usize,
-}
-
-impl Visible {
-    fn new(sizes: &Sizes, mask: &AttentionMaskPrim<Flex>, desc: &AttentionDesc) -> Self {
-        let doc_start_bs = mask.doc_start_bs.as_ref().map(ints);
-        let (sq, skv) = (sizes.sq, sizes.skv);
-        let mut ranges = vec![0..0; sizes.batch * sq];
-        for (b, ranges) in ranges.chunks_mut(sq.max(1)).enumerate() {
-            // First row of the next document, walking backwards; only needed when later keys are visible.
-            let mut next_doc = skv;
-            for (i, range) in ranges.iter_mut().enumerate().rev() {
-                let row = i + skv - sq;
-                let doc = doc_start_bs.as_ref().map_or(0, |doc| doc[b * sq + i].max(0) as usize);
-                let window_start = desc.window.map_or(0, |window| (row + 1).saturating_sub(window));
-                let end = if desc.causal { row + 1 } else { next_doc };
-                *range = doc.max(window_start).min(end)..end;
-                if doc == row {
-                    next_doc = row;
-                }
-            }
-        }
-        Self {
-            ranges,
-            keys: mask.key_visible_bs.as_ref().map_or(Vec::new(), bools),
-            sq,
-            skv,
-        }
-    }
-
-    fn range(&self, b: usize, i: usize) -> Range<usize> {
-        self.ranges[b * self.sq + i].clone()
-    }
-
-    /// Smallest range that holds everything a block of queries sees.
-    fn union(&self, b: usize, queries: Range<usize>) -> Range<usize> {
-        let seen = queries.map(|i| self.range(b, i)).filter(|range| !range.is_empty());
-        seen.reduce(|all, range| all.start.min(range.start)..all.end.max(range.end))
-            .unwrap_or(0..0)
-    }
-
-    fn key(&self, b: usize, j: usize) -> bool {
-        self.keys.get(b * self.skv + j).is_none_or(|&visible| visible)
-    }
-}
-
 /// Gradients of one key head and its query heads.
 struct GroupGrads {
     /// `[H / Hkv][Sq * Dk]`.
@@ -313,7 +262,7 @@ impl Head<'_> {
         };
         row[..start].fill(0.0);
         row[end..].fill(0.0);
-        if self.visible.keys.is_empty() {
+        if self.visible.all_keys() {
             row[start..end].iter_mut().for_each(|score| *score = map(*score));
         } else {
             for (j, score) in row[start..end].iter_mut().enumerate() {
@@ -350,9 +299,9 @@ impl Head<'_> {
                     lse[i] = f32::NEG_INFINITY;
                     continue;
                 }
-                self.map_visible(row, i, keys.start, |score| (score - maximum).exp());
-                let sink = self.sink.map_or(0.0, |sink| (sink - maximum).exp());
-                let denominator = row.iter().sum::<f32>() + sink;
+                self.map_visible(row, i, keys.start, |score| exp(score - maximum));
+                let sink = self.sink.map_or(0.0, |sink| exp(sink - maximum));
+                let denominator = sum(row) + sink;
                 row.iter_mut().for_each(|p| *p /= denominator);
                 lse[i] = maximum + denominator.ln();
             }
@@ -371,12 +320,9 @@ impl Head<'_> {
         let block = BLOCK.min(sq);
         let (mut score_buffer, mut dscore_buffer) = (vec![0.0; block * skv], vec![0.0; block * skv]);
         for queries in self.blocks() {
-            let delta: Vec<f32> = queries
-                .clone()
-                .map(|i| grad.row(i).iter().zip(out.row(i)).map(|(g, o)| g * o).sum())
-                .collect();
+            let delta: Vec<f32> = queries.clone().map(|i| dot(grad.row(i), out.row(i))).collect();
             if let Some(sink) = self.sink {
-                dsink -= queries.clone().zip(&delta).map(|(i, d)| (sink - lse[i]).exp() * d).sum::<f32>();
+                dsink -= queries.clone().zip(&delta).map(|(i, d)| exp(sink - lse[i]) * d).sum::<f32>();
             }
             let keys = self.visible.union(self.b, queries.clone());
             if keys.is_empty() {
@@ -384,7 +330,7 @@ impl Head<'_> {
             }
             let probabilities = self.scores(&mut score_buffer, &queries, &keys);
             for (row, i) in probabilities.chunks_exact_mut(keys.len()).zip(queries.clone()) {
-                self.map_visible(row, i, keys.start, |score| (score - lse[i]).exp());
+                self.map_visible(row, i, keys.start, |score| exp(score - lse[i]));
             }
             let probabilities = &*probabilities;
             let p = Matrix::new(probabilities, queries.len(), keys.len(), keys.len());

@@ -1,11 +1,10 @@
 //! Depthwise causal convolution on the CPU: channels innermost, taps outermost, rows in parallel.
 
-use burn_backend::DType;
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
-use super::gated_rms_norm::{sigmoid, silu as silu_of};
-use super::slice::{f32s, from_f32s, ints, round_to, sum_over_rows};
+use super::lanes::{sigmoid, silu as silu_of};
+use super::slice::{any_f64, f32s, from_f32s, ints, round_to, sum_over_rows};
 use crate::reference;
 
 /// Sizes and visibility of taps.
@@ -36,7 +35,7 @@ pub(crate) fn causal_conv1d(
     silu: bool,
 ) -> FlexTensor {
     let dtype = x_bsc.dtype();
-    if dtype == DType::F64 {
+    if any_f64([&x_bsc, &weight_ck].into_iter().chain(&bias_c).chain(&history)) {
         return reference::causal_conv1d::causal_conv1d::<Flex>(x_bsc, weight_ck, bias_c, history, doc_start_bs, silu);
     }
     let shape = x_bsc.layout().shape().clone();
@@ -63,7 +62,7 @@ pub(crate) fn causal_conv1d_backward(
     silu: bool,
 ) -> (FlexTensor, FlexTensor, Option<FlexTensor>) {
     let dtype = x_bsc.dtype();
-    if dtype == DType::F64 {
+    if any_f64([&grad_bsc, &x_bsc, &weight_ck].into_iter().chain(&bias_c)) {
         return reference::causal_conv1d::causal_conv1d_backward::<Flex>(grad_bsc, x_bsc, weight_ck, bias_c, doc_start_bs, silu);
     }
     let window = window(&x_bsc, &weight_ck, doc_start_bs.as_ref());

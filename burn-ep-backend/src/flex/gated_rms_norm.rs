@@ -1,15 +1,15 @@
 //! Gated group RMSNorm on the CPU.
 
-use burn_backend::DType;
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
-use super::slice::{f32s, from_f32s, round_to, sum_over_rows};
+use super::lanes::{dot, sigmoid, silu};
+use super::slice::{any_f64, f32s, from_f32s, round_to, sum_over_rows};
 use crate::reference;
 
 pub(crate) fn gated_rms_norm(y: FlexTensor, z: FlexTensor, weight_d: FlexTensor, groups: usize, eps: f32) -> FlexTensor {
     let dtype = y.dtype();
-    if dtype == DType::F64 {
+    if any_f64([&y, &z, &weight_d]) {
         return reference::gated_rms_norm::gated_rms_norm::<Flex>(y, z, weight_d, groups, eps);
     }
     let (y_rd, z_rd, w_d) = (f32s(&y), f32s(&z), f32s(&weight_d));
@@ -40,7 +40,7 @@ pub(crate) fn gated_rms_norm_backward(
     groups: usize,
     eps: f32,
 ) -> (FlexTensor, FlexTensor, FlexTensor) {
-    if y.dtype() == DType::F64 {
+    if any_f64([&grad, &y, &z, &weight_d]) {
         return reference::gated_rms_norm::gated_rms_norm_backward::<Flex>(grad, y, z, weight_d, groups, eps);
     }
     let (grad_rd, y_rd, z_rd, w_d) = (f32s(&grad), f32s(&y), f32s(&z), f32s(&weight_d));
@@ -98,15 +98,6 @@ fn group_of(w_d: &[f32], index: usize, part: usize) -> &[f32] {
     &w_d[first..first + part]
 }
 
-pub(crate) fn sigmoid(x: f32) -> f32 {
-    1.0 / (1.0 + (-x).exp())
-}
-
-pub(crate) fn silu(x: f32) -> f32 {
-    x * sigmoid(x)
-}
-
 fn inverse_rms(v_d: &[f32], eps: f32) -> f32 {
-    let squares: f32 = v_d.iter().map(|v| v * v).sum();
-    1.0 / (squares / v_d.len() as f32 + eps).sqrt()
+    1.0 / (dot(v_d, v_d) / v_d.len() as f32 + eps).sqrt()
 }

@@ -4,12 +4,13 @@ use burn_backend::DType;
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
-use super::slice::{f32s, from_f32s, round_to, sum_over_rows};
+use super::lanes::dot;
+use super::slice::{any_f64, f32s, from_f32s, round_to, sum_over_rows};
 use crate::desc::{NormDesc, NormRounding};
 use crate::reference;
 
 pub(crate) fn rms_norm(x: FlexTensor, weight_d: FlexTensor, desc: &NormDesc) -> FlexTensor {
-    if x.dtype() == DType::F64 {
+    if any_f64([&x, &weight_d]) {
         return reference::rms_norm::rms_norm::<Flex>(x, weight_d, desc);
     }
     let (x_rd, w_d) = (f32s(&x), f32s(&weight_d));
@@ -33,7 +34,7 @@ pub(crate) fn rms_norm(x: FlexTensor, weight_d: FlexTensor, desc: &NormDesc) -> 
 }
 
 pub(crate) fn rms_norm_backward(grad: FlexTensor, x: FlexTensor, weight_d: FlexTensor, desc: &NormDesc) -> (FlexTensor, FlexTensor) {
-    if x.dtype() == DType::F64 {
+    if any_f64([&grad, &x, &weight_d]) {
         return reference::rms_norm::rms_norm_backward::<Flex>(grad, x, weight_d, desc);
     }
     let (grad_rd, x_rd, w_d) = (f32s(&grad), f32s(&x), f32s(&weight_d));
@@ -68,6 +69,5 @@ pub(crate) fn rms_norm_backward(grad: FlexTensor, x: FlexTensor, weight_d: FlexT
 }
 
 fn inverse_rms(x_d: &[f32], eps: f32) -> f32 {
-    let squares: f32 = x_d.iter().map(|x| x * x).sum();
-    1.0 / (squares / x_d.len() as f32 + eps).sqrt()
+    1.0 / (dot(x_d, x_d) / x_d.len() as f32 + eps).sqrt()
 }

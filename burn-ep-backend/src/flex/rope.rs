@@ -1,15 +1,14 @@
 //! Rotary embedding on the CPU.
 
-use burn_backend::DType;
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
-use super::slice::{f32s, from_f32s};
+use super::slice::{any_f64, f32s, from_f32s};
 use crate::desc::RopeLayout;
 use crate::reference;
 
 pub(crate) fn rope(x_bshd: FlexTensor, cos: FlexTensor, sin: FlexTensor, layout: RopeLayout) -> FlexTensor {
-    if [&x_bshd, &cos, &sin].iter().any(|t| t.dtype() == DType::F64) {
+    if any_f64([&x_bshd, &cos, &sin]) {
         return reference::rope::rope::<Flex>(x_bshd, cos, sin, layout);
     }
     let shape = x_bshd.layout().shape().clone();

@@ -30,6 +30,11 @@ pub(crate) fn f32s(tensor: &FlexTensor) -> Cow<'_, [f32]> {
     }
 }
 
+/// Whether a kernel must leave the call to the reference: kernels compute in f32.
+pub(crate) fn any_f64<'a>(tensors: impl IntoIterator<Item = &'a FlexTensor>) -> bool {
+    tensors.into_iter().any(|tensor| tensor.dtype() == DType::F64)
+}
+
 /// The elements of an int tensor in row-major order.
 pub(crate) fn ints(tensor: &FlexTensor) -> Vec<i64> {
     match tensor.dtype() {

@@ -2,6 +2,7 @@
 
 use gemm::Parallelism;
 
+use super::lanes::{dot, exp};
 use super::matrix::{Matrix, MatrixMut, Write, matmul};
 
 /// Tokens `start..start + len` of a row and what each sees.
@@ -141,13 +142,13 @@ impl HeadRows<'_> {
         for (i, row) in inside_qq.chunks_exact_mut(chunk.len).enumerate() {
             let seen = chunk.first[i]..i + 1;
             for (decay, cum) in row[seen.clone()].iter_mut().zip(&cum_q[seen]) {
-                *decay = (cum_q[i] - cum).exp();
+                *decay = exp(cum_q[i] - cum);
             }
         }
         let entry = cum_q
             .iter()
             .zip(&chunk.carried)
-            .map(|(cum, &carried)| if carried { cum.exp() } else { 0.0 });
+            .map(|(cum, &carried)| if carried { exp(*cum) } else { 0.0 });
         Decay {
             inside_qq,
             entry_q: entry.collect(),
@@ -169,15 +170,9 @@ impl HeadRows<'_> {
         let cum_q = self.cumulative(chunk);
         let last = chunk.len - 1;
         let exit_q: Vec<f32> = (0..chunk.len)
-            .map(|j| {
-                if j >= chunk.first[last] {
-                    (cum_q[last] - cum_q[j]).exp()
-                } else {
-                    0.0
-                }
-            })
+            .map(|j| if j >= chunk.first[last] { exp(cum_q[last] - cum_q[j]) } else { 0.0 })
             .collect();
-        let keep = if chunk.carried[last] { cum_q[last].exp() } else { 0.0 };
+        let keep = if chunk.carried[last] { exp(cum_q[last]) } else { 0.0 };
         self.advance_by(chunk, group, &exit_q, keep, state_pn);
     }
 
@@ -227,15 +222,17 @@ impl HeadRows<'_> {
         // ds_t sums what crosses step t, without cancellation: first inputs j < t that are read at i >= t.
         let mut ds_q = vec![0.0_f64; len];
         let dyu_qq = group.product(len, len, dy_rows, Matrix::new(&u_qp, len, p, p).t());
-        for i in 0..len {
+        for (i, &first) in chunk.first.iter().enumerate() {
+            let seen = i * len + first..i * len + i + 1;
+            let sums = ds_q[first..].iter_mut().zip(&mut io.weights_qq[seen.clone()]);
+            let factors = dyu_qq[seen.clone()].iter().zip(&products_qq[seen.clone()]);
             let mut inputs_before = 0.0_f64;
-            for j in chunk.first[i]..=i {
-                let at = i * len + j;
-                ds_q[j] += inputs_before;
-                let weight = decay.inside_qq[at] * dyu_qq[at];
-                io.weights_qq[at] += weight;
-                inputs_before += f64::from(weight * products_qq[at]);
-                decay.inside_qq[at] *= products_qq[at];
+            for (((ds, weight_sum), (dyu, product)), mix) in sums.zip(factors).zip(&mut decay.inside_qq[seen]) {
+                *ds += inputs_before;
+                let weight = *mix * dyu;
+                *weight_sum += weight;
+                inputs_before += f64::from(weight * product);
+                *mix *= product;
             }
         }
         let mixing = Matrix::new(&decay.inside_qq, len, len, len);
@@ -289,10 +286,6 @@ impl HeadRows<'_> {
         }
         (da as f32, dd as f32)
     }
-}
-
-fn dot(a: &[f32], b: &[f32]) -> f32 {
-    a.iter().zip(b).map(|(a, b)| a * b).sum()
 }
 
 fn add_scaled(to: &mut [f32], scale: f32, from: &[f32]) {

@@ -10,16 +10,16 @@ use burn_flex::{Flex, FlexTensor};
 use gemm::Parallelism;
 use rayon::prelude::*;
 
-use super::gated_rms_norm::sigmoid;
+use super::lanes::sigmoid;
 use super::matrix::{Matrix, MatrixMut, Write, inner_parallelism, matmul};
-use super::slice::{f32s, from_f32s, interleave_heads, ints};
+use super::slice::{any_f64, f32s, from_f32s, interleave_heads, ints};
 use super::ssd_chunk::{Adjoint, Chunk, GroupRows, HeadRows};
 use crate::backend::{SsdGrads, SsdOutPrim, SsdPrim};
 use crate::desc::SsdDesc;
 use crate::reference;
 
 pub(crate) fn ssd_scan(input: SsdPrim<Flex>, desc: &SsdDesc) -> SsdOutPrim<Flex> {
-    if input.x.dtype() == DType::F64 {
+    if needs_reference(&input) {
         return reference::ssd_scan::ssd_scan::<Flex>(input, desc);
     }
     let scan = Scan::new(&input, desc);
@@ -35,7 +35,7 @@ pub(crate) fn ssd_scan(input: SsdPrim<Flex>, desc: &SsdDesc) -> SsdOutPrim<Flex>
 }
 
 pub(crate) fn ssd_scan_backward(grad_y: FlexTensor, input: SsdPrim<Flex>, desc: &SsdDesc) -> SsdGrads<Flex> {
-    if input.x.dtype() == DType::F64 {
+    if needs_reference(&input) || any_f64([&grad_y]) {
         return reference::ssd_scan::ssd_scan_backward::<Flex>(grad_y, input, desc);
     }
     let scan = Scan::new(&input, desc);
@@ -74,6 +74,21 @@ pub(crate) fn ssd_scan_backward(grad_y: FlexTensor, input: SsdPrim<Flex>, desc: 
         d: from_f32s(dd_h, [heads], input.d.dtype()),
         dt_bias: from_f32s(dbias_h, [heads], input.dt_bias.dtype()),
     }
+}
+
+fn needs_reference(input: &SsdPrim<Flex>) -> bool {
+    let SsdPrim {
+        x,
+        dt,
+        a_log,
+        b,
+        c,
+        d,
+        dt_bias,
+        initial_state,
+        ..
+    } = input;
+    any_f64([x, dt, a_log, b, c, d, dt_bias].into_iter().chain(initial_state))
 }
 
 #[derive(Clone, Copy)]

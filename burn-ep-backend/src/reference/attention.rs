@@ -180,5 +180,8 @@ fn sum_heads<B: Backend>(grad_bhsd: Tensor<B, 4>, kv_heads: usize) -> Tensor<B, 
 }
 
 #[cfg(test)]
+#[path = "attention_case.rs"]
+mod case;
+#[cfg(test)]
 #[path = "attention_tests.rs"]
 mod tests;

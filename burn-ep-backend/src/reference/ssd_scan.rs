@@ -299,5 +299,8 @@ fn repeat_groups<B: Backend>(value_bsgn: Tensor<B, 4>, heads: usize) -> Tensor<B
 }
 
 #[cfg(test)]
+#[path = "ssd_scan_case.rs"]
+mod case;
+#[cfg(test)]
 #[path = "ssd_scan_tests.rs"]
 mod tests;
