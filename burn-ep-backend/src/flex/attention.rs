@@ -12,7 +12,8 @@ use rayon::prelude::*;
 use super::attention_mask::Visible;
 use super::lanes::{dot, exp, sum};
 use super::matrix::{Matrix, MatrixMut, Write, inner_parallelism, matmul};
-use super::slice::{any_f64, f32s, from_f32s, interleave_heads};
+use super::numeric::float_tensor;
+use super::slice::{any_f64, f32s, interleave_heads};
 use crate::backend::{AttentionGrads, AttentionMaskPrim, AttentionPrim};
 use crate::desc::AttentionDesc;
 use crate::reference;
@@ -59,8 +60,8 @@ pub(crate) fn attention(
         batch, sq, heads: h, dv, ..
     } = sizes;
     AttentionPrim {
-        out_bshd: from_f32s(interleave_heads(&heads, batch, sq, dv), [batch, sq, h, dv], q.dtype()),
-        lse_bhs: from_f32s(lses.concat(), [batch, h, sq], DType::F32),
+        out_bshd: float_tensor(interleave_heads(&heads, batch, sq, dv), [batch, sq, h, dv], q.dtype()),
+        lse_bhs: float_tensor(lses.concat(), [batch, h, sq], DType::F32),
     }
 }
 
@@ -140,10 +141,10 @@ pub(crate) fn attention_backward(
         dv_heads.push(group.v);
     }
     AttentionGrads {
-        q: from_f32s(interleave_heads(&dq, batch, sq, dk), [batch, sq, heads, dk], q.dtype()),
-        k: from_f32s(interleave_heads(&dk_heads, batch, skv, dk), [batch, skv, kv_heads, dk], k.dtype()),
-        v: from_f32s(interleave_heads(&dv_heads, batch, skv, dv), [batch, skv, kv_heads, dv], v.dtype()),
-        sink: sink.map(|sink| from_f32s(dsink_h, [heads], sink.dtype())),
+        q: float_tensor(interleave_heads(&dq, batch, sq, dk), [batch, sq, heads, dk], q.dtype()),
+        k: float_tensor(interleave_heads(&dk_heads, batch, skv, dk), [batch, skv, kv_heads, dk], k.dtype()),
+        v: float_tensor(interleave_heads(&dv_heads, batch, skv, dv), [batch, skv, kv_heads, dv], v.dtype()),
+        sink: sink.map(|sink| float_tensor(dsink_h, [heads], sink.dtype())),
     }
 }
 

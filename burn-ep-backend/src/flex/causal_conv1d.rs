@@ -4,7 +4,8 @@ use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
 use super::lanes::{sigmoid, silu as silu_of};
-use super::slice::{any_f64, f32s, from_f32s, ints, round_to, sum_over_rows};
+use super::numeric::float_tensor;
+use super::slice::{any_f64, f32s, ints, rounded, sum_over_rows};
 use crate::reference;
 
 /// Sizes and visibility of taps.
@@ -46,11 +47,11 @@ pub(crate) fn causal_conv1d(
     let mut out_bsc = pre_activation(&f32s(&x_bsc), &weight_kc, bias_c.as_deref(), history.as_deref(), &window);
     out_bsc.par_chunks_mut(window.channels.max(1)).with_min_len(16).for_each(|row| {
         for value in row {
-            let pre = round_to(*value, dtype);
+            let pre = rounded(*value, dtype);
             *value = if silu { silu_of(pre) } else { pre };
         }
     });
-    from_f32s(out_bsc, shape, dtype)
+    float_tensor(out_bsc, shape, dtype)
 }
 
 pub(crate) fn causal_conv1d_backward(
@@ -74,7 +75,7 @@ pub(crate) fn causal_conv1d_backward(
         let bias = bias_c.as_ref().map(f32s);
         let pre_bsc = pre_activation(&x32_bsc, &weight_kc, bias.as_deref(), None, &window);
         g_bsc.par_iter_mut().zip(&pre_bsc).with_min_len(4096).for_each(|(g, &pre)| {
-            let pre = round_to(pre, dtype);
+            let pre = rounded(pre, dtype);
             let sigma = sigmoid(pre);
             *g *= sigma * (1.0 + pre * (1.0 - sigma));
         });
@@ -123,9 +124,9 @@ pub(crate) fn causal_conv1d_backward(
         .map(|i| dweight_kc[i % kernel * channels + i / kernel])
         .collect();
     (
-        from_f32s(dx_bsc, x_bsc.layout().shape().clone(), dtype),
-        from_f32s(dweight_ck, [channels, kernel], weight_ck.dtype()),
-        bias_c.map(|bias| from_f32s(dbias_c.to_vec(), [channels], bias.dtype())),
+        float_tensor(dx_bsc, x_bsc.layout().shape().clone(), dtype),
+        float_tensor(dweight_ck, [channels, kernel], weight_ck.dtype()),
+        bias_c.map(|bias| float_tensor(dbias_c.to_vec(), [channels], bias.dtype())),
     )
 }
 

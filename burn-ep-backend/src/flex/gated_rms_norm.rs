@@ -4,7 +4,8 @@ use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
 use super::lanes::{dot, sigmoid, silu};
-use super::slice::{any_f64, f32s, from_f32s, round_to, sum_over_rows};
+use super::numeric::float_tensor;
+use super::slice::{any_f64, f32s, rounded, sum_over_rows};
 use crate::reference;
 
 pub(crate) fn gated_rms_norm(y: FlexTensor, z: FlexTensor, weight_d: FlexTensor, groups: usize, eps: f32) -> FlexTensor {
@@ -26,10 +27,10 @@ pub(crate) fn gated_rms_norm(y: FlexTensor, z: FlexTensor, weight_d: FlexTensor,
             }
             let inverse = inverse_rms(out_d, eps);
             for (out, &w) in out_d.iter_mut().zip(group_of(&w_d, index, part)) {
-                *out = round_to(*out * inverse, dtype) * w;
+                *out = rounded(*out * inverse, dtype) * w;
             }
         });
-    from_f32s(out_rd, y.layout().shape().clone(), dtype)
+    float_tensor(out_rd, y.layout().shape().clone(), dtype)
 }
 
 pub(crate) fn gated_rms_norm_backward(
@@ -86,9 +87,9 @@ pub(crate) fn gated_rms_norm_backward(
     });
     let shape = y.layout().shape().clone();
     (
-        from_f32s(dy_rd, shape.clone(), y.dtype()),
-        from_f32s(dz_rd, shape, z.dtype()),
-        from_f32s(dweight_d, [width], weight_d.dtype()),
+        float_tensor(dy_rd, shape.clone(), y.dtype()),
+        float_tensor(dz_rd, shape, z.dtype()),
+        float_tensor(dweight_d, [width], weight_d.dtype()),
     )
 }
 

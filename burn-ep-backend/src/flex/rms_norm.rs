@@ -5,7 +5,8 @@ use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
 use super::lanes::dot;
-use super::slice::{any_f64, f32s, from_f32s, round_to, sum_over_rows};
+use super::numeric::float_tensor;
+use super::slice::{any_f64, f32s, rounded, sum_over_rows};
 use crate::desc::{NormDesc, NormRounding};
 use crate::reference;
 
@@ -27,10 +28,10 @@ pub(crate) fn rms_norm(x: FlexTensor, weight_d: FlexTensor, desc: &NormDesc) -> 
         .for_each(|(out_d, x_d)| {
             let inverse = inverse_rms(x_d, desc.eps);
             for ((out, &x), &w) in out_d.iter_mut().zip(x_d).zip(&*w_d) {
-                *out = round_to(x * inverse, y_dtype) * w;
+                *out = rounded(x * inverse, y_dtype) * w;
             }
         });
-    from_f32s(out_rd, x.layout().shape().clone(), x.dtype())
+    float_tensor(out_rd, x.layout().shape().clone(), x.dtype())
 }
 
 pub(crate) fn rms_norm_backward(grad: FlexTensor, x: FlexTensor, weight_d: FlexTensor, desc: &NormDesc) -> (FlexTensor, FlexTensor) {
@@ -63,8 +64,8 @@ pub(crate) fn rms_norm_backward(grad: FlexTensor, x: FlexTensor, weight_d: FlexT
         }
     });
     (
-        from_f32s(dx_rd, x.layout().shape().clone(), x.dtype()),
-        from_f32s(dweight_d, [width], weight_d.dtype()),
+        float_tensor(dx_rd, x.layout().shape().clone(), x.dtype()),
+        float_tensor(dweight_d, [width], weight_d.dtype()),
     )
 }
 

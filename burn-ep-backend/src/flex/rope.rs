@@ -3,7 +3,8 @@
 use burn_flex::{Flex, FlexTensor};
 use rayon::prelude::*;
 
-use super::slice::{any_f64, f32s, from_f32s};
+use super::numeric::float_tensor;
+use super::slice::{any_f64, f32s};
 use crate::desc::RopeLayout;
 use crate::reference;
 
@@ -18,7 +19,7 @@ pub(crate) fn rope(x_bshd: FlexTensor, cos: FlexTensor, sin: FlexTensor, layout:
     let (cos_sr, sin_sr) = (f32s(&cos), f32s(&sin));
     let mut out_bshd = f32s(&x_bshd).into_owned();
     if out_bshd.is_empty() {
-        return from_f32s(out_bshd, shape, x_bshd.dtype());
+        return float_tensor(out_bshd, shape, x_bshd.dtype());
     }
     out_bshd
         .par_chunks_mut(heads * width)
@@ -44,5 +45,5 @@ pub(crate) fn rope(x_bshd: FlexTensor, cos: FlexTensor, sin: FlexTensor, layout:
                 }
             }
         });
-    from_f32s(out_bshd, shape, x_bshd.dtype())
+    float_tensor(out_bshd, shape, x_bshd.dtype())
 }

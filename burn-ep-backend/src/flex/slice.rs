@@ -1,11 +1,11 @@
-//! Tensors as flat row-major slices and back, and sums over rows whose order does not depend on the thread count.
+//! Tensors as flat row-major slices, and sums over rows whose order does not depend on the thread count.
 
 use std::borrow::Cow;
 use std::ops::Range;
 
 use burn_backend::{DType, Element};
-use burn_flex::{FlexTensor, Layout};
-use burn_std::{Bytes, Shape, bf16, f16};
+use burn_flex::FlexTensor;
+use burn_std::{bf16, f16};
 use half::slice::HalfFloatSliceExt;
 use rayon::prelude::*;
 
@@ -55,22 +55,9 @@ pub(crate) fn bools(tensor: &FlexTensor) -> Vec<bool> {
     dense.storage::<u8>().iter().map(|&v| v != 0).collect()
 }
 
-/// A dense tensor of `dtype`; rounds once, to nearest even.
-pub(crate) fn from_f32s(values: Vec<f32>, shape: impl Into<Shape>, dtype: DType) -> FlexTensor {
-    let shape = shape.into();
-    debug_assert_eq!(values.len(), shape.num_elements());
-    let bytes = match dtype {
-        DType::F32 => Bytes::from_elems(values),
-        DType::BF16 => Bytes::from_elems(narrow::<bf16>(&values, |from, to| to.convert_from_f32_slice(from))),
-        DType::F16 => Bytes::from_elems(narrow::<f16>(&values, |from, to| to.convert_from_f32_slice(from))),
-        other => panic!("CPU kernels return f32, bf16 or f16, not {other:?}"),
-    };
-    FlexTensor::new(bytes, Layout::contiguous(shape), dtype)
-}
-
 /// `value` rounded to `dtype` and widened again.
 #[inline]
-pub(crate) fn round_to(value: f32, dtype: DType) -> f32 {
+pub(crate) fn rounded(value: f32, dtype: DType) -> f32 {
     match dtype {
         DType::BF16 => bf16::from_f32(value).to_f32(),
         DType::F16 => f16::from_f32(value).to_f32(),
@@ -137,16 +124,9 @@ fn widen<E: Element + bytemuck::Pod + Sync>(tensor: &FlexTensor, convert: impl F
     to
 }
 
-fn narrow<E: bytemuck::Pod + Send>(from: &[f32], convert: impl Fn(&[f32], &mut [E]) + Sync) -> Vec<E> {
-    let mut to = vec![E::zeroed(); from.len()];
-    to.par_chunks_mut(CONVERT_BLOCK)
-        .zip(from.par_chunks(CONVERT_BLOCK))
-        .for_each(|(to, from)| convert(from, to));
-    to
-}
-
 #[cfg(test)]
 mod tests {
+    use super::super::numeric::float_tensor;
     use super::*;
 
     #[test]
@@ -164,7 +144,7 @@ mod tests {
 
     #[test]
     fn reads_views_in_logical_order() {
-        let tensor = from_f32s((0..6).map(|i| i as f32).collect(), [2, 3], DType::BF16);
+        let tensor = float_tensor((0..6).map(|i| i as f32).collect(), [2, 3], DType::BF16);
         assert_eq!(*f32s(&tensor.transpose(0, 1)), [0.0, 3.0, 1.0, 4.0, 2.0, 5.0]);
         assert_eq!(*f32s(&tensor.narrow(0, 1, 1)), [3.0, 4.0, 5.0]);
     }
@@ -172,11 +152,9 @@ mod tests {
     #[test]
     fn rounds_to_nearest_even() {
         // 1 + 2^-8 lies halfway between two bf16 values; the even one is 1.
-        assert_eq!(round_to(1.003_906_25, DType::BF16), 1.0);
-        assert_eq!(
-            *f32s(&from_f32s(vec![1.003_906_25, 1.007_812_5], [2], DType::BF16)),
-            [1.0, 1.007_812_5]
-        );
-        assert_eq!(round_to(1.003_906_25, DType::F32), 1.003_906_25);
+        let halfway = 1.0 + 2.0_f32.powi(-8);
+        assert_eq!(rounded(halfway, DType::BF16), 1.0);
+        assert_eq!(rounded(1.0 + 3.0 * 2.0_f32.powi(-8), DType::BF16), 1.0 + 2.0_f32.powi(-6));
+        assert_eq!(rounded(halfway, DType::F32), halfway);
     }
 }

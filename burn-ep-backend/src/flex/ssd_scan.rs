@@ -12,7 +12,8 @@ use rayon::prelude::*;
 
 use super::lanes::sigmoid;
 use super::matrix::{Matrix, MatrixMut, Write, inner_parallelism, matmul};
-use super::slice::{any_f64, f32s, from_f32s, interleave_heads, ints};
+use super::numeric::float_tensor;
+use super::slice::{any_f64, f32s, interleave_heads, ints};
 use super::ssd_chunk::{Adjoint, Chunk, GroupRows, HeadRows};
 use crate::backend::{SsdGrads, SsdOutPrim, SsdPrim};
 use crate::desc::SsdDesc;
@@ -29,8 +30,8 @@ pub(crate) fn ssd_scan(input: SsdPrim<Flex>, desc: &SsdDesc) -> SsdOutPrim<Flex>
     let groups: Vec<_> = scan.tasks().map(|(b, g)| scan.forward_group(b, g)).collect();
     let (y, states): (Vec<_>, Vec<_>) = groups.into_iter().flatten().unzip();
     SsdOutPrim {
-        y: from_f32s(interleave_heads(&y, batch, seq, p), [batch, seq, heads, p], input.x.dtype()),
-        final_state: from_f32s(states.concat(), [batch, heads, p, n], DType::F32),
+        y: float_tensor(interleave_heads(&y, batch, seq, p), [batch, seq, heads, p], input.x.dtype()),
+        final_state: float_tensor(states.concat(), [batch, heads, p, n], DType::F32),
     }
 }
 
@@ -66,13 +67,13 @@ pub(crate) fn ssd_scan_backward(grad_y: FlexTensor, input: SsdPrim<Flex>, desc: 
         dc.push(group.c_sn);
     }
     SsdGrads {
-        x: from_f32s(interleave_heads(&dx, batch, seq, p), [batch, seq, heads, p], input.x.dtype()),
-        dt: from_f32s(interleave_heads(&ddt, batch, seq, 1), [batch, seq, heads], input.dt.dtype()),
-        a_log: from_f32s(da_h, [heads], input.a_log.dtype()),
-        b: from_f32s(interleave_heads(&db, batch, seq, n), [batch, seq, groups, n], input.b.dtype()),
-        c: from_f32s(interleave_heads(&dc, batch, seq, n), [batch, seq, groups, n], input.c.dtype()),
-        d: from_f32s(dd_h, [heads], input.d.dtype()),
-        dt_bias: from_f32s(dbias_h, [heads], input.dt_bias.dtype()),
+        x: float_tensor(interleave_heads(&dx, batch, seq, p), [batch, seq, heads, p], input.x.dtype()),
+        dt: float_tensor(interleave_heads(&ddt, batch, seq, 1), [batch, seq, heads], input.dt.dtype()),
+        a_log: float_tensor(da_h, [heads], input.a_log.dtype()),
+        b: float_tensor(interleave_heads(&db, batch, seq, n), [batch, seq, groups, n], input.b.dtype()),
+        c: float_tensor(interleave_heads(&dc, batch, seq, n), [batch, seq, groups, n], input.c.dtype()),
+        d: float_tensor(dd_h, [heads], input.d.dtype()),
+        dt_bias: float_tensor(dbias_h, [heads], input.dt_bias.dtype()),
     }
 }
 
