@@ -1,5 +1,6 @@
-//! From gradients to new parameters, in this order: [`GradStore`] collects, [`global_norm`] and [`clip_factor`] bound,
-//! [`AdamW`] updates by [`ParamGroup`], [`update_router_bias`] balances the experts.
+//! From gradients to new parameters, in this order: [`GradStore`] collects, [`reduce_gradients`] sums over ranks,
+//! [`global_norm`] and [`clip_factor`] bound, [`AdamW`] updates by [`ParamGroup`], [`update_router_bias`] balances the
+//! experts.
 
 mod adamw;
 mod clip;
@@ -7,6 +8,7 @@ mod grad_store;
 mod groups;
 mod params;
 mod router_bias;
+mod sync;
 
 pub use adamw::{AdamW, AdamWConfig, AdamWMoments, MomentDType};
 pub use clip::{clip_factor, global_norm};
@@ -14,3 +16,4 @@ pub use grad_store::GradStore;
 pub use groups::{GroupSettings, ParamGroup, ResolvedGroups, freeze};
 pub use params::{ParamInfo, ParamTable, PathStack};
 pub use router_bias::{RouterBiasConfig, check_router_bias, router_bias_delta, update_router_bias};
+pub use sync::reduce_gradients;

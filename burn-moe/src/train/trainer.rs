@@ -17,7 +17,9 @@ use super::{forward_backward, no_hook};
 use crate::batch::HostBatch;
 use crate::error::{Error, Result};
 use crate::loss::label_scale;
-use crate::optim::{AdamW, GradStore, ParamTable, check_router_bias, clip_factor, freeze, global_norm, update_router_bias};
+use crate::optim::{
+    AdamW, GradStore, ParamTable, check_router_bias, clip_factor, freeze, global_norm, reduce_gradients, update_router_bias,
+};
 
 /// Why [`Trainer::run`] returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -245,9 +247,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
             )?);
         }
         let totals = sums.totals(self.ep.as_ref())?;
-        if let Some(ep) = self.ep.as_ref().filter(|ep| ep.size() > 1) {
-            return Err(Error::config("ep", ep.size(), "1: gradients cannot be reduced yet"));
-        }
+        reduce_gradients(&mut grads, &self.table, self.ep.as_ref(), &self.device)?;
         Ok((grads, totals))
     }
 
