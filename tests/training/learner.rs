@@ -3,11 +3,17 @@
 use std::sync::{Arc, Mutex};
 
 use burn::data::dataloader::{DataLoader, DataLoaderIterator, Progress};
+use burn::lr_scheduler::LrScheduler;
 use burn::module::AutodiffModule;
+use burn::optim::Optimizer;
+use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
 use burn::tensor::backend::Backend;
+use burn::tensor::{FloatDType, Tensor, TensorData};
 use burn_moe::batch::HostBatch;
-use burn_moe::optim::{AdamWConfig, ParamGroup, RouterBiasConfig};
-use burn_moe::train::learner::{ExpertLoadMetric, Failure, LearnerModel, TokensPerSecondMetric, learner};
+use burn_moe::optim::{AdamW, AdamWConfig, GradStore, ParamGroup, ParamTable, RouterBiasConfig};
+use burn_moe::train::learner::{
+    AdamWRecord, ExpertLoadMetric, Failure, LearnerModel, LearnerOptimizer, LearnerSchedule, TokensPerSecondMetric, learner,
+};
 use burn_moe::train::{Decay, Schedule, Trainer, TrainerConfig, evaluate};
 use burn_train::metric::{LossMetric, MetricDefinition, NumericEntry};
 use burn_train::renderer::{
@@ -218,4 +224,55 @@ fn settings_the_learner_cannot_honour_are_refused() {
         })
         .contains("micro_batches")
     );
+}
+
+#[test]
+fn optimizer_and_schedule_come_back_from_their_records() {
+    let toy = ToyConfig {
+        dtype: FloatDType::BF16,
+        ..ToyConfig::default()
+    };
+    let model: ToyLm<B> = toy.init(1);
+    let table = ParamTable::new(&model);
+    let fresh = || {
+        let optimizer = AdamW::new(AdamWConfig::default(), table.clone()).unwrap();
+        LearnerOptimizer::<B>::new(optimizer, table.clone(), Default::default(), Failure::default())
+    };
+    let gradients = |step: usize| {
+        let mut grads = GradStore::<Inner>::new();
+        for info in table.trainable() {
+            let n: usize = info.shape.iter().product();
+            let values: Vec<f32> = (0..n).map(|i| ((i + step) as f32).sin()).collect();
+            grads.insert_flat(
+                info.id,
+                Tensor::from_data(TensorData::new(values, [n]), &Default::default()),
+                &info.shape,
+            );
+        }
+        grads.into_gradients_params()
+    };
+    let mut optimizer = fresh();
+    let mut model = model;
+    for step in 0..2 {
+        model = optimizer.step(1e-2, model, gradients(step));
+    }
+    // Through the bytes of Burn's recorder, which knows no bf16.
+    let recorder = BinBytesRecorder::<FullPrecisionSettings>::new();
+    let record: Vec<AdamWRecord<B>> = Optimizer::<ToyLm<B>, B>::to_record(&optimizer);
+    let bytes = Recorder::<B>::record(&recorder, record, ()).unwrap();
+    let record: Vec<AdamWRecord<B>> = recorder.load(bytes, &Default::default()).unwrap();
+    let mut resumed = Optimizer::<ToyLm<B>, B>::load_record(fresh(), record);
+    let straight = optimizer.step(1e-2, model.clone(), gradients(2));
+    let continued = resumed.step(1e-2, model.clone(), gradients(2));
+    let forgetful = fresh().step(1e-2, model, gradients(2));
+    assert_eq!(snapshot::<B, _>(&straight), snapshot::<B, _>(&continued));
+    assert_ne!(snapshot::<B, _>(&straight), snapshot::<B, _>(&forgetful));
+
+    let mut schedule = LearnerSchedule::new(config(4).schedule, 4);
+    let first: Vec<f64> = (0..4).map(|_| schedule.step()).collect();
+    let mut half = LearnerSchedule::new(config(4).schedule, 4);
+    half.step();
+    let mut half = LearnerSchedule::new(config(4).schedule, 4).load_record::<B>(half.to_record::<B>());
+    assert_eq!((0..3).map(|_| half.step()).collect::<Vec<_>>(), first[1..]);
+    assert_eq!(first, [1e-2, 7.5e-3, 5e-3, 2.5e-3]);
 }

@@ -53,12 +53,12 @@ struct Reference {
 impl Reference {
     fn step(&mut self, grad: &[f64], t: i32, lr: f64, decay: f64) {
         let (b1, b2, eps) = (0.9, 0.95, 1e-8);
-        for i in 0..grad.len() {
-            self.w[i] *= 1.0 - lr * decay;
-            self.m[i] = b1 * self.m[i] + (1.0 - b1) * grad[i];
-            self.v[i] = b2 * self.v[i] + (1.0 - b2) * grad[i] * grad[i];
-            let denominator = self.v[i].sqrt() / (1.0 - f64::powi(b2, t)).sqrt() + eps;
-            self.w[i] -= lr / (1.0 - f64::powi(b1, t)) * self.m[i] / denominator;
+        for (((w, m), v), g) in self.w.iter_mut().zip(&mut self.m).zip(&mut self.v).zip(grad) {
+            *w *= 1.0 - lr * decay;
+            *m = b1 * *m + (1.0 - b1) * g;
+            *v = b2 * *v + (1.0 - b2) * g * g;
+            let denominator = v.sqrt() / (1.0 - f64::powi(b2, t)).sqrt() + eps;
+            *w -= lr / (1.0 - f64::powi(b1, t)) * *m / denominator;
         }
     }
 }

@@ -62,6 +62,8 @@ pub struct Dense<B: Backend> {
     pub down_proj: Weight<B>,
 }
 
+// A model has few blocks; boxing one would only hide the module.
+#[allow(clippy::large_enum_variant)]
 #[derive(Module, Debug)]
 pub enum Mixer<B: Backend> {
     Dense(Dense<B>),

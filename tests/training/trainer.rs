@@ -1,6 +1,7 @@
 //! The training loop: overfitting, accumulation, interruption, resuming, failure.
 
 use std::path::Path;
+use std::slice;
 
 use burn::module::{Module, ModuleMapper, Param};
 use burn::record::{BinBytesRecorder, FullPrecisionSettings, Recorder};
@@ -218,7 +219,10 @@ fn bf16_state_survives_the_round_trip() {
     let mut second = Trainer::<B, _>::new(first.model().clone(), config(6), Default::default(), None).unwrap();
     second.resume(&checkpoint, &mut source).unwrap();
     for batch in batches() {
-        let (a, b) = (first.train_step(&[batch.clone()]).unwrap(), second.train_step(&[batch]).unwrap());
+        let (a, b) = (
+            first.train_step(slice::from_ref(&batch)).unwrap(),
+            second.train_step(&[batch]).unwrap(),
+        );
         assert_eq!(losses(&[a]), losses(&[b]));
     }
     assert_eq!(snapshot::<B, _>(first.model()), snapshot::<B, _>(second.model()));
