@@ -1,1 +1,57 @@
-//! Shared pieces of the example programs.
+//! Shared pieces of the example programs: where the shipped assets are, and the progress line.
+
+use std::io::{IsTerminal, Write};
+use std::path::PathBuf;
+
+use burn_moe::train::StepReport;
+use burn_moe::{Error, Result};
+
+/// A file or folder shipped with the examples.
+pub fn asset(name: &str) -> PathBuf {
+    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets")).join(name)
+}
+
+/// Accepts the name of the backend this program was built for; another one needs another build.
+pub fn check_backend(name: &str) -> Result<()> {
+    let expected = match name {
+        "flex" => return Ok(()),
+        "cuda" => "`flex`; for `cuda` build with `--features cuda`",
+        _ => "`flex` (CPU)",
+    };
+    Err(Error::config("--backend", name, expected))
+}
+
+/// One line per step: rewritten in place on a terminal, every tenth step as a line of its own elsewhere.
+#[derive(Debug)]
+pub struct ProgressLine {
+    total: u64,
+    live: bool,
+}
+
+impl ProgressLine {
+    /// For a run of `total` steps.
+    pub fn new(total: u64) -> Self {
+        Self {
+            total,
+            live: std::io::stdout().is_terminal(),
+        }
+    }
+
+    /// Shows a step.
+    pub fn show(&self, report: &StepReport) {
+        let last = report.step == self.total;
+        if self.live {
+            print!("\r\x1b[2K{}/{} {report}", report.step, self.total);
+            let _ = std::io::stdout().flush();
+        } else if last || report.step == 1 || report.step.is_multiple_of(10) {
+            println!("{report}");
+        }
+    }
+
+    /// Leaves the line, so that other output starts on its own.
+    pub fn finish(&self) {
+        if self.live {
+            println!();
+        }
+    }
+}

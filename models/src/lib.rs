@@ -6,6 +6,7 @@
 
 mod auto;
 mod counts;
+pub mod finetune;
 mod json;
 pub mod nemotron_h;
 mod pretrained;

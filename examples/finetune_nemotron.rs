@@ -1,0 +1,188 @@
+//! Fine-tune a mixture-of-experts checkpoint on chat data: Hugging Face folder in, Hugging Face folder out.
+//!
+//! ```text
+//! cargo run --release --example finetune_nemotron
+//! cargo run --release --example finetune_nemotron -- --model <folder or org/name> --data my.jsonl --output out/mine
+//! ```
+//!
+//! Without arguments it trains the shipped tiny Nemotron-H on the shipped questions about units of measurement. The work is
+//! `burn_moe_models::finetune`; this file is its command line.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use burn_moe::Result;
+use burn_moe::checkpoint::hub::{HubOptions, locate};
+use burn_moe::data::{Layout, TooLong};
+use burn_moe::train::{Decay, Interrupt, Recompute, RunEnd, Schedule, TrainerConfig};
+use burn_moe_examples::{ProgressLine, asset, check_backend};
+use burn_moe_models::finetune::{Event, Finetune, FinetuneConfig};
+use clap::{Parser, ValueEnum};
+
+#[derive(Clone, Copy, ValueEnum)]
+enum DecayArg {
+    Constant,
+    Linear,
+    Cosine,
+}
+
+/// Fine-tune a mixture-of-experts language model on chat data.
+#[derive(Parser)]
+#[command(version)]
+struct Args {
+    /// Checkpoint folder, or org/name on the Hugging Face Hub [default: the shipped tiny Nemotron-H]
+    #[arg(long)]
+    model: Option<String>,
+    /// Branch, tag or commit on the Hub
+    #[arg(long)]
+    revision: Option<String>,
+    /// JSON lines with `messages`, `prompt` and `completion`, or `text` [default: the shipped questions]
+    #[arg(long)]
+    data: Option<PathBuf>,
+    /// Output folder [default: out/finetune_nemotron, overwritten]
+    #[arg(long)]
+    output: Option<PathBuf>,
+    /// Continue from the newest checkpoint in the output folder
+    #[arg(long)]
+    resume: bool,
+    /// Delete the checkpoints of an earlier run in the output folder
+    #[arg(long, conflicts_with = "resume")]
+    overwrite: bool,
+    /// Optimizer steps
+    #[arg(long, default_value_t = 400)]
+    steps: u64,
+    /// Rows per micro-batch, over all ranks
+    #[arg(long, default_value_t = 8)]
+    batch: usize,
+    /// Micro-batches per optimizer step
+    #[arg(long, default_value_t = 1)]
+    accumulation: usize,
+    /// Most tokens per row
+    #[arg(long, default_value_t = 128)]
+    seq: usize,
+    /// Several documents per row instead of padding
+    #[arg(long)]
+    packing: bool,
+    /// Cut documents that are too long instead of refusing them
+    #[arg(long)]
+    truncate: bool,
+    /// Peak learning rate
+    #[arg(long, default_value_t = 2e-3)]
+    lr: f64,
+    /// Learning rate after the warm-up
+    #[arg(long, value_enum, default_value = "cosine")]
+    schedule: DecayArg,
+    /// Warm-up steps [default: a twentieth of the steps]
+    #[arg(long)]
+    warmup: Option<u64>,
+    /// Save every so many steps, besides the end
+    #[arg(long)]
+    save_every: Option<u64>,
+    /// Compute activations again in the backward pass instead of keeping them
+    #[arg(long)]
+    recompute: bool,
+    /// Expert-parallel ranks (threads of this process)
+    #[arg(long, default_value_t = 1)]
+    ep: usize,
+    /// Seed of the data order
+    #[arg(long, default_value_t = 0)]
+    seed: u64,
+    /// Question to answer before and after training
+    #[arg(long, default_value = "How many kilograms are in half a tonne?")]
+    question: String,
+    /// Backend
+    #[arg(long, default_value = "flex")]
+    backend: String,
+}
+
+impl Args {
+    fn config(self) -> Result<FinetuneConfig> {
+        check_backend(&self.backend)?;
+        let decay = match self.schedule {
+            DecayArg::Constant => Decay::Constant,
+            DecayArg::Linear => Decay::Linear,
+            DecayArg::Cosine => Decay::Cosine,
+        };
+        Ok(FinetuneConfig {
+            model: match self.model {
+                Some(model) => {
+                    let hub = HubOptions {
+                        revision: self.revision,
+                        progress: true,
+                        ..HubOptions::default()
+                    };
+                    locate(&model, &hub)?
+                }
+                None => asset("tiny-nemotron-h"),
+            },
+            data: self.data.unwrap_or_else(|| asset("instructions.jsonl")),
+            overwrite: self.overwrite || (self.output.is_none() && !self.resume),
+            output: self.output.unwrap_or_else(|| "out/finetune_nemotron".into()),
+            resume: self.resume,
+            save_every: self.save_every,
+            batch: self.batch,
+            seq: self.seq,
+            layout: if self.packing { Layout::Packed } else { Layout::PadToLongest },
+            too_long: if self.truncate { TooLong::Truncate } else { TooLong::Error },
+            seed: self.seed,
+            ep: self.ep,
+            question: Some(self.question).filter(|q| !q.is_empty()),
+            max_new_tokens: 64,
+            trainer: TrainerConfig {
+                steps: self.steps,
+                micro_batches: self.accumulation,
+                schedule: Schedule {
+                    lr: self.lr,
+                    decay,
+                    warmup_steps: self.warmup.unwrap_or(self.steps / 20),
+                    ..Schedule::default()
+                },
+                recompute: if self.recompute { Recompute::All } else { Recompute::None },
+                ..TrainerConfig::default()
+            },
+        })
+    }
+}
+
+fn run(args: Args) -> Result<ExitCode> {
+    let finetune = Finetune::prepare(args.config()?)?;
+    let interrupt = Interrupt::on_signals()?;
+    println!("data: {}", finetune.data().report());
+    let progress = ProgressLine::new(finetune.config().trainer.steps);
+    let report = finetune.run(&interrupt, |event| match event {
+        Event::Loaded { parameters, active, step } => {
+            println!("model: {parameters} parameters, {active} active per token; starting after step {step}");
+        }
+        Event::Answer { trained, question, answer } => {
+            progress.finish();
+            println!(
+                "{} training\n  Q: {question}\n  A: {answer}",
+                if trained { "after" } else { "before" }
+            );
+        }
+        Event::Step(report) => progress.show(report),
+    })?;
+    progress.finish();
+    if let Some((first, last)) = report.first_and_last_loss() {
+        println!("loss {first:.4} -> {last:.4}, mean of the first and the last tenth of the steps");
+    }
+    println!("saved {}", finetune.config().output.display());
+    if report.end == RunEnd::Interrupted {
+        println!("interrupted after step {}; continue with --resume", report.step);
+        return Ok(ExitCode::from(130)); // 128 + SIGINT, as shells report it
+    }
+    Ok(ExitCode::SUCCESS)
+}
+
+fn main() -> ExitCode {
+    tracing_subscriber::fmt()
+        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
+        .init();
+    match run(Args::parse()) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

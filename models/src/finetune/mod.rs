@@ -1,0 +1,152 @@
+//! Supervised fine-tuning from a Hugging Face folder to a Hugging Face folder: the main program as a library call.
+//!
+//! [`Finetune::prepare`] refuses everything that can be refused before weights are read: settings, an unwritable output,
+//! the tokenizer, every line of the data. [`Finetune::run`] loads the model (one thread per expert-parallel rank), trains,
+//! and leaves the result in the output folder.
+
+mod output;
+mod run;
+
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use burn_moe::data::{ChatTemplate, Conversation, Dataset, EncodeOptions, Layout, Tokenizer, TooLong};
+use burn_moe::train::{StepReport, TrainerConfig};
+use burn_moe::{Error, Result};
+
+use crate::AutoConfig;
+
+pub use run::FinetuneReport;
+
+/// Settings of a fine-tuning run.
+#[derive(Debug, Clone)]
+pub struct FinetuneConfig {
+    /// Checkpoint folder.
+    pub model: PathBuf,
+    /// JSON lines, see [`Dataset::from_jsonl`].
+    pub data: PathBuf,
+    /// Output folder: the fine-tuned model, and `checkpoint-<step>` folders to resume from.
+    pub output: PathBuf,
+    /// Continue from the newest checkpoint in the output folder.
+    pub resume: bool,
+    /// Delete checkpoints of an earlier run in the output folder; otherwise they are an error.
+    pub overwrite: bool,
+    /// Save after every so many steps, besides the end of the run and interrupts.
+    pub save_every: Option<u64>,
+    /// Rows per micro-batch over all ranks.
+    pub batch: usize,
+    /// Most tokens per row.
+    pub seq: usize,
+    /// Padding or packing.
+    pub layout: Layout,
+    /// What happens to documents longer than `seq`.
+    pub too_long: TooLong,
+    /// Seed of the data order.
+    pub seed: u64,
+    /// Expert-parallel ranks, as threads of this process.
+    pub ep: usize,
+    /// A question that the model answers before and after training.
+    pub question: Option<String>,
+    /// Most tokens of an answer.
+    pub max_new_tokens: usize,
+    /// Steps, optimizer, schedule, recomputation.
+    pub trainer: TrainerConfig,
+}
+
+/// What happens in a run, for progress output.
+#[derive(Debug, Clone)]
+pub enum Event<'a> {
+    /// The model is loaded.
+    Loaded {
+        /// Parameters of the whole model.
+        parameters: u64,
+        /// Those that take part in the computation of one token.
+        active: u64,
+        /// Step at which training continues; 0 for a new run.
+        step: u64,
+    },
+    /// The model's answer to the question, before or after training.
+    Answer {
+        /// After training.
+        trained: bool,
+        /// The question.
+        question: &'a str,
+        /// Decoded without special tokens.
+        answer: &'a str,
+    },
+    /// An optimizer step is done.
+    Step(&'a StepReport),
+}
+
+/// A checked run.
+#[derive(Debug, Clone)]
+pub struct Finetune {
+    config: FinetuneConfig,
+    /// Checkpoint to resume.
+    resumed: Option<PathBuf>,
+    tokenizer: Tokenizer,
+    data: Arc<Dataset>,
+    /// The question as tokens.
+    prompt: Option<Vec<i32>>,
+}
+
+impl Finetune {
+    /// Checks the settings, reads tokenizer and data, and prepares the output folder.
+    pub fn prepare(config: FinetuneConfig) -> Result<Self> {
+        config.trainer.validate()?;
+        if config.ep == 0 || config.batch == 0 || !config.batch.is_multiple_of(config.ep) {
+            let expected = format!("a positive multiple of the expert-parallel size {}", config.ep);
+            return Err(Error::config("batch", config.batch, expected));
+        }
+        let resumed = output::check(&config)?;
+        let model = AutoConfig::from_file(config.model.join("config.json"))?;
+        if let Some(checkpoint) = &resumed
+            && AutoConfig::from_file(checkpoint.join("config.json"))? != model
+        {
+            let expected = format!("the model that {} was trained from", checkpoint.display());
+            return Err(Error::config("model", config.model.display(), expected));
+        }
+        model.check_expert_parallel(config.ep)?;
+        if let Some(positions) = model.capabilities().max_positions.filter(|&max| config.seq > max) {
+            return Err(Error::config(
+                "seq",
+                config.seq,
+                format!("at most the model's {positions} positions"),
+            ));
+        }
+
+        let tokenizer = Tokenizer::from_folder(&config.model)?;
+        let template = ChatTemplate::from_folder(&config.model, &tokenizer)?;
+        let options = EncodeOptions {
+            max_len: config.seq,
+            too_long: config.too_long,
+            vocab_size: model.vocab_size(),
+        };
+        let data = Dataset::from_jsonl(&config.data, &tokenizer, template.as_ref(), &options)?;
+        let prompt = match (&config.question, &template) {
+            (None, _) => None,
+            (Some(question), Some(template)) => {
+                let message = serde_json::json!({"role": "user", "content": question});
+                Some(Conversation::new(vec![message], None)?.encode_prompt(&tokenizer, template)?)
+            }
+            (Some(question), None) => Some(tokenizer.encode(question, true)?.ids),
+        };
+        Ok(Self {
+            config,
+            resumed,
+            tokenizer,
+            data: Arc::new(data),
+            prompt,
+        })
+    }
+
+    /// The settings.
+    pub fn config(&self) -> &FinetuneConfig {
+        &self.config
+    }
+
+    /// The encoded data set.
+    pub fn data(&self) -> &Dataset {
+        &self.data
+    }
+}

@@ -1,0 +1,198 @@
+//! The run itself: one thread per rank, each with its share of the experts.
+
+use std::path::Path;
+
+use burn::module::AutodiffModule;
+use burn_ep_backend::comm::{CommHandle, EpGroup, LocalCommunicator};
+use burn_moe::backend::{Device, Train};
+use burn_moe::checkpoint::{CheckpointSource, SaveOptions};
+use burn_moe::data::{Loader, LoaderOptions};
+use burn_moe::generate::{GenerateOptions, generate};
+use burn_moe::train::{Interrupt, RunEnd, Trainer};
+use burn_moe::{Error, Result};
+
+use super::{Event, Finetune, output};
+use crate::{AutoModelForCausalLm, FromPretrainedOptions};
+
+type Model = AutoModelForCausalLm<Train>;
+
+/// How a run ended.
+#[derive(Debug, Clone, PartialEq)]
+pub struct FinetuneReport {
+    /// Why it ended.
+    pub end: RunEnd,
+    /// Optimizer steps done, earlier runs included.
+    pub step: u64,
+    /// Loss of every step of this run.
+    pub losses: Vec<f64>,
+}
+
+impl FinetuneReport {
+    /// Mean loss of the first and of the last tenth of the steps; None without a step.
+    pub fn first_and_last_loss(&self) -> Option<(f64, f64)> {
+        let window = self.losses.len().div_ceil(10);
+        let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len() as f64;
+        (window > 0).then(|| (mean(&self.losses[..window]), mean(&self.losses[self.losses.len() - window..])))
+    }
+}
+
+impl Finetune {
+    /// Loads the model, trains until all steps are done or `interrupt` asks to stop, and saves either way. `on_event` hears
+    /// what happens, on the thread of rank 0.
+    pub fn run(&self, interrupt: &Interrupt, mut on_event: impl FnMut(Event<'_>) + Send) -> Result<FinetuneReport> {
+        if self.resumed.is_none() && self.config.overwrite {
+            output::remove_checkpoints(&self.config.output)?;
+        }
+        let report = match self.config.ep {
+            1 => self.rank(None, interrupt, &mut on_event),
+            ranks => self.ranks(ranks, interrupt, &mut on_event),
+        }?;
+        output::publish(&output::plan(&self.config).checkpoint(report.step), &self.config.output)?;
+        Ok(report)
+    }
+
+    fn ranks(&self, ranks: usize, interrupt: &Interrupt, on_event: &mut (dyn FnMut(Event<'_>) + Send)) -> Result<FinetuneReport> {
+        let groups: Vec<EpGroup> = LocalCommunicator::group(ranks)
+            .into_iter()
+            .map(|c| EpGroup::new(CommHandle::new(c)))
+            .collect();
+        let results: Vec<Result<FinetuneReport>> = std::thread::scope(|scope| {
+            let mut on_event = Some(on_event);
+            let threads: Vec<_> = groups
+                .into_iter()
+                .map(|group| {
+                    let on_event = on_event.take();
+                    scope.spawn(move || {
+                        let guard = AbortOnPanic(group.clone());
+                        match on_event {
+                            Some(on_event) => self.rank(Some(group), interrupt, on_event),
+                            None => self.rank(Some(group), interrupt, &mut |_| {}),
+                        }
+                        .inspect_err(|error| guard.0.comm().get().abort(&error.to_string()))
+                    })
+                })
+                .collect();
+            threads
+                .into_iter()
+                .map(|thread| thread.join().unwrap_or_else(|panic| std::panic::resume_unwind(panic)))
+                .collect()
+        });
+        // Ranks that were only told about a failure report the exchange; the cause is more useful.
+        let is_cause = |error: &Error| !matches!(error, Error::Op(burn_ep_backend::OpError::Comm { .. }));
+        let mut errors: Vec<Error> = Vec::new();
+        let mut first = None;
+        for result in results {
+            match result {
+                Ok(report) => first = first.or(Some(report)),
+                Err(error) => errors.push(error),
+            }
+        }
+        let cause = errors.iter().position(is_cause).unwrap_or(0);
+        match (errors.is_empty(), first) {
+            (true, Some(report)) => Ok(report),
+            _ => Err(errors.swap_remove(cause)),
+        }
+    }
+
+    /// The work of one rank.
+    fn rank(&self, ep: Option<EpGroup>, interrupt: &Interrupt, on_event: &mut (dyn FnMut(Event<'_>) + Send)) -> Result<FinetuneReport> {
+        let config = &self.config;
+        let device = Device::default();
+        let options = FromPretrainedOptions {
+            ep: ep.clone(),
+            progress: ep.as_ref().is_none_or(|ep| ep.rank() == 0),
+            ..FromPretrainedOptions::default()
+        };
+        let weights = self.resumed.as_ref().unwrap_or(&config.model);
+        let model = Model::from_pretrained(weights, &options, &device)?.model;
+        let parameters = model.config().parameters();
+        let (rank, world) = ep.as_ref().map_or((0, 1), |ep| (ep.rank(), ep.size()));
+        let mut loader = Loader::new(
+            self.data.clone(),
+            LoaderOptions {
+                layout: config.layout,
+                seed: config.seed,
+                pad_id: self.tokenizer.pad_id(),
+                rank,
+                world,
+                ..LoaderOptions::new(config.batch / world, config.seq)
+            },
+        )?;
+        let mut trainer = Trainer::<Train, Model>::new(model, config.trainer.clone(), device.clone(), ep.clone())?;
+        if let Some(checkpoint) = &self.resumed {
+            trainer.resume(checkpoint, &mut loader)?;
+        }
+        on_event(Event::Loaded {
+            parameters: parameters.total(),
+            active: parameters.active(),
+            step: trainer.step(),
+        });
+        if self.resumed.is_none() {
+            self.answer(trainer.model(), ep.as_ref(), &device, false, on_event)?;
+        }
+
+        // Names, layout, tokenizer and unread tensors are those of the original model, also after resuming: the checkpoint
+        // that was resumed may be pruned before the run ends.
+        let original = CheckpointSource::open(&config.model)?;
+        let save = |model: &Model, dir: &Path| {
+            let options = SaveOptions {
+                like: Some(&original),
+                ep: ep.as_ref(),
+                ..SaveOptions::default()
+            };
+            model.save_pretrained(dir, &options).map(drop)
+        };
+        let mut losses = Vec::new();
+        let end = trainer.run(&mut loader, interrupt, Some((&output::plan(config), &save)), &mut |report| {
+            losses.push(report.loss);
+            on_event(Event::Step(report));
+        })?;
+        if end == RunEnd::Finished {
+            self.answer(trainer.model(), ep.as_ref(), &device, true, on_event)?;
+        }
+        Ok(FinetuneReport {
+            end,
+            step: trainer.step(),
+            losses,
+        })
+    }
+
+    /// Answers the question. Every rank takes part, since each has only its own experts.
+    fn answer(
+        &self,
+        model: &Model,
+        ep: Option<&EpGroup>,
+        device: &Device,
+        trained: bool,
+        on_event: &mut (dyn FnMut(Event<'_>) + Send),
+    ) -> Result<()> {
+        let (Some(question), Some(prompt)) = (&self.config.question, &self.prompt) else {
+            return Ok(());
+        };
+        let options = GenerateOptions {
+            max_new_tokens: self.config.max_new_tokens,
+            stop_tokens: self.tokenizer.eos_ids().to_vec(),
+            ep: ep.cloned(),
+            ..GenerateOptions::default()
+        };
+        let tokens = generate(&model.valid(), prompt, &options, device)?;
+        let answer = self.tokenizer.decode(&tokens, true)?;
+        on_event(Event::Answer {
+            trained,
+            question,
+            answer: &answer,
+        });
+        Ok(())
+    }
+}
+
+/// Ends the other ranks' waiting when this rank panics.
+struct AbortOnPanic(EpGroup);
+
+impl Drop for AbortOnPanic {
+    fn drop(&mut self) {
+        if std::thread::panicking() {
+            self.0.comm().get().abort("a rank panicked");
+        }
+    }
+}
