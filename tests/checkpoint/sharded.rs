@@ -2,7 +2,11 @@
 
 use std::collections::BTreeSet;
 use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
 
+use burn::module::{ModuleMapper, Param};
+use burn::prelude::*;
 use burn_flex::Flex;
 use burn_moe::checkpoint::{CheckpointSource, LoadOptions, SaveOptions, load, save};
 
@@ -149,4 +153,77 @@ fn missing_and_truncated_shards_are_named() {
     }
     std::fs::remove_file(&shard).unwrap();
     assert!(open().contains("no file `part-1.safetensors`"), "{}", open());
+}
+
+const LOOP_DIR: &str = "BURN_MOE_TEST_SAVE_LOOP";
+
+/// Saves one generation after the other until it is killed; generation n has every weight multiplied by n. Does nothing
+/// unless [`a_killed_save_leaves_one_whole_generation`] starts it.
+#[test]
+fn save_loop() {
+    let Ok(dir) = std::env::var(LOOP_DIR) else { return };
+    let dir = Path::new(&dir);
+    let source = CheckpointSource::open(dir.join("source")).unwrap();
+    for generation in 1u8..=120 {
+        struct Scale(f32);
+        impl<B: Backend> ModuleMapper<B> for Scale {
+            fn map_float<const R: usize>(&mut self, param: Param<Tensor<B, R>>) -> Param<Tensor<B, R>> {
+                param.map(|t| t * self.0)
+            }
+        }
+        let toy = load_toy(&source).map(&mut Scale(f32::from(generation)));
+        let limit = [u64::MAX, 100, 100, 200][usize::from(generation) % 4];
+        save(&toy, &map(), dir.join("out"), &like(&source, limit)).unwrap();
+    }
+}
+
+#[test]
+fn a_killed_save_leaves_one_whole_generation() {
+    let dir = tempfile::tempdir().unwrap();
+    // One value everywhere, so that a mix of two generations shows.
+    let mut ones = folder("model.");
+    ones.remove("mtp.layers.0.weight");
+    for tensor in ones.values_mut() {
+        match tensor.dtype {
+            safetensors::Dtype::F32 => tensor.bytes = tensor.bytes.chunks(4).flat_map(|_| 1f32.to_le_bytes()).collect(),
+            _ => tensor.bytes = tensor.bytes.chunks(2).flat_map(|_| half::bf16::ONE.to_le_bytes()).collect(),
+        }
+    }
+    write(&dir.path().join("source"), &ones);
+    let out = dir.path().join("out");
+    let mut generations = BTreeSet::new();
+    for round in 0..12 {
+        let mut child = Command::new(std::env::current_exe().unwrap())
+            .args(["checkpoint::sharded::save_loop", "--exact"])
+            .env(LOOP_DIR, dir.path())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .unwrap();
+        let started = Instant::now();
+        while !out.join("config.json").exists() || files(&out).len() < 2 {
+            assert!(started.elapsed() < Duration::from_secs(60), "the first save never came");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        std::thread::sleep(Duration::from_micros(3_000 + 7_919 * round));
+        child.kill().unwrap();
+        child.wait().unwrap();
+        if !out.join("model.safetensors").exists() && !out.join("model.safetensors.index.json").exists() {
+            continue;
+        }
+        // Opens, loads, and holds one generation.
+        let toy = load_toy(&CheckpointSource::open(&out).unwrap());
+        let value = floats(toy.norm.weight.val().into_data())[0];
+        for (name, tensor) in read(&out) {
+            let size = tensor.bytes.len() / tensor.shape.iter().product::<usize>();
+            for bytes in tensor.bytes.chunks(size) {
+                // bf16 is the upper half of fp32.
+                let mut wide = [0; 4];
+                wide[4 - size..].copy_from_slice(bytes);
+                assert_eq!(f32::from_le_bytes(wide), value, "{name}");
+            }
+        }
+        generations.insert(value as u32);
+    }
+    assert!(!generations.is_empty());
 }

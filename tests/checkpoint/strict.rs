@@ -243,6 +243,12 @@ fn every_rank_reads_its_own_experts() {
             assert_eq!(report.num_expert_params(), (E * 3 * F * D) as u64);
         }
     }
+    let ints = LoadOptions {
+        dtype: Some(DType::I32),
+        ..LoadOptions::default()
+    };
+    let text = load_with(&folder("model."), &map(), &ints).unwrap_err().to_string();
+    assert!(text.contains("`dtype`: found I32"), "{text}");
     let bad = LoadOptions {
         ep: EpRank { rank: 2, size: 2 },
         ..LoadOptions::default()

@@ -83,6 +83,14 @@ impl Binding {
         names
     }
 
+    /// Names of the sources of one item, with `{expert}` where experts are numbered.
+    pub fn templates(&self) -> Vec<String> {
+        self.patterns
+            .iter()
+            .map(|pattern| pattern.fill(&self.captures, &self.base, None))
+            .collect()
+    }
+
     /// Whether anything of this layout is in the file, be it of any expert.
     pub fn is_present(&self, source: &CheckpointSource) -> bool {
         self.patterns

@@ -142,7 +142,8 @@ impl<B: Backend> ModuleMapper<B> for Filler<'_> {
             return param;
         };
         let (id, device, dtype): (ParamId, _, _) = (param.id, param.lazy_device(), data.dtype);
-        let tensor = Tensor::from_data(data, (&device, dtype));
+        // Weights stay for the whole run: a device with memory pools keeps them apart from what comes and goes.
+        let tensor = B::memory_persistent_allocations(&device, data, |data| Tensor::from_data(data, (&device, dtype)));
         param.transform_for_load(tensor, id)
     }
 

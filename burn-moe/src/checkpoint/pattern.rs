@@ -103,7 +103,7 @@ impl Pattern {
         Self::new(self.text.replace("{base}", base))
     }
 
-    /// The name in which the placeholders stand for `captures`, `base` and `expert`.
+    /// The name in which the placeholders stand for `captures`, `base` and `expert`; a placeholder without a value stays.
     pub fn fill(&self, captures: &Captures, base: &str, expert: Option<usize>) -> String {
         let mut name = String::with_capacity(self.text.len() + 8);
         for part in &self.parts {
@@ -112,10 +112,10 @@ impl Pattern {
                 Part::Number(key) | Part::Text(key) => match (key.as_str(), expert) {
                     (BASE, _) => name.push_str(base),
                     (EXPERT, Some(expert)) => name.push_str(&expert.to_string()),
-                    _ => {
-                        let value = captures.iter().find(|(k, _)| k == key);
-                        name.push_str(value.map_or("?", |(_, v)| v));
-                    }
+                    _ => match captures.iter().find(|(k, _)| k == key) {
+                        Some((_, value)) => name.push_str(value),
+                        None => name.push_str(&format!("{{{key}}}")),
+                    },
                 },
             }
         }
@@ -194,6 +194,8 @@ mod tests {
         assert_eq!(captures, [("layer".into(), "12".into()), ("expert".into(), "3".into())]);
         assert_eq!(pattern.fill(&captures, "", None), name);
         assert_eq!(pattern.fill(&captures, "", Some(7)), "layers.12.experts.7.up_proj.weight");
+        let layer = captures[..1].to_vec();
+        assert_eq!(pattern.fill(&layer, "", None), "layers.12.experts.{expert}.up_proj.weight");
         assert!(!pattern.is_match("layers.x.experts.3.up_proj.weight"));
         assert!(!pattern.is_match("layers.12.experts.03.up_proj.weight"));
         assert!(!pattern.is_match("layers.12.experts.3.up_proj.weights"));

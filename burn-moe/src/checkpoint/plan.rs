@@ -179,6 +179,11 @@ pub(crate) fn plan(specs: &[ParamSpec], source: &CheckpointSource, map: &WeightM
             "a rank below the group size",
         ));
     }
+    if let Some(dtype) = options.dtype
+        && !super::cast::from_burn(dtype).is_some_and(is_float)
+    {
+        return Err(Error::config("dtype", format!("{dtype:?}"), "F64, F32, F16 or BF16"));
+    }
     let locator = Locator::new(map, Some(source), specs);
     let mut report = LoadReport {
         dir: source.dir().to_path_buf(),
@@ -284,6 +289,7 @@ fn plan_param(
                 shape: spec.shape.clone(),
                 dtype,
                 stored,
+                names: binding.templates(),
                 sources: binding.names().len(),
                 elements: local * share.as_ref().map_or(1, |_| options.ep.size as u64),
                 experts: share.is_some(),

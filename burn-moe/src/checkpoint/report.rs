@@ -22,6 +22,8 @@ pub struct LoadedTensor {
     pub dtype: Dtype,
     /// Element type in the file.
     pub stored: Dtype,
+    /// Names in the file, with `{expert}` where experts are numbered.
+    pub names: Vec<String>,
     /// Tensors of the file it is made of.
     pub sources: usize,
     /// Elements over all expert-parallel ranks.
@@ -103,6 +105,25 @@ impl LoadReport {
     /// Parameters of routed experts over all ranks.
     pub fn num_expert_params(&self) -> u64 {
         self.loaded.iter().filter(|t| t.experts).map(|t| t.elements).sum()
+    }
+
+    /// Which stored names make up which parameters, one line per kind: parameters that differ only in numbers share one.
+    pub fn mapping(&self) -> Vec<String> {
+        let lines = self
+            .loaded
+            .iter()
+            .map(|t| without_numbers(&format!("{} <- {}", t.path, t.names.join(" + "))));
+        let mut counts: Vec<(String, usize)> = Vec::new();
+        for line in lines {
+            match counts.iter_mut().find(|(known, _)| *known == line) {
+                Some((_, count)) => *count += 1,
+                None => counts.push((line, 1)),
+            }
+        }
+        counts
+            .into_iter()
+            .map(|(line, count)| if count > 1 { format!("{line} ({count} times)") } else { line })
+            .collect()
     }
 
     /// Fill in the "did you mean" of missing and unused names.
@@ -279,6 +300,33 @@ mod tests {
             "{text}"
         );
         assert!(text.contains("unused by the model (2):"), "{text}");
+    }
+
+    #[test]
+    fn the_mapping_has_one_line_per_kind() {
+        let tensor = |path: &str, names: &[&str]| LoadedTensor {
+            path: path.into(),
+            shape: vec![1],
+            dtype: Dtype::F32,
+            stored: Dtype::F32,
+            names: names.iter().map(|n| n.to_string()).collect(),
+            sources: 1,
+            elements: 1,
+            experts: false,
+        };
+        let report = LoadReport {
+            loaded: vec![
+                tensor("layers.0.up", &["m.layers.0.{expert}.a", "m.layers.0.{expert}.b"]),
+                tensor("layers.11.up", &["m.layers.11.{expert}.a", "m.layers.11.{expert}.b"]),
+                tensor("norm", &["m.norm"]),
+            ],
+            ..LoadReport::default()
+        };
+        let expected = [
+            "layers.*.up <- m.layers.*.{expert}.a + m.layers.*.{expert}.b (2 times)",
+            "norm <- m.norm",
+        ];
+        assert_eq!(report.mapping(), expected);
     }
 
     #[test]
