@@ -114,22 +114,21 @@ pub(crate) fn shard_names(dir: &Path, count: usize) -> Vec<String> {
     names(revision)
 }
 
-/// Removes weight files that are not in `keep`: shards of an earlier save and what an interrupted one left.
-pub(crate) fn remove_stale(dir: &Path, keep: &[String]) -> Result<()> {
-    let entries = fs::read_dir(dir).map_err(|e| Error::io(dir, "list", e))?;
-    for entry in entries {
-        let name = entry.map_err(|e| Error::io(dir, "list", e))?.file_name();
+/// Removes weight files that are not in `keep`: shards of an earlier save and what an interrupted one left. The new files are
+/// in place by then, so what cannot be removed is only worth a warning.
+pub(crate) fn remove_stale(dir: &Path, keep: &[String]) {
+    let Ok(entries) = fs::read_dir(dir) else { return };
+    for name in entries.flatten().map(|entry| entry.file_name()) {
         let Some(name) = name.to_str() else { continue };
-        let weights = name == SINGLE_FILE || name == INDEX_FILE || is_shard(name);
-        let left = name
-            .strip_suffix(PART)
-            .is_some_and(|n| n == SINGLE_FILE || n == INDEX_FILE || is_shard(n));
-        if left || (weights && !keep.iter().any(|k| k == name)) {
+        let weights = |name: &str| name == SINGLE_FILE || name == INDEX_FILE || is_shard(name);
+        let interrupted = name.strip_suffix(PART).is_some_and(|name| weights(name) || name == "config.json");
+        if interrupted || (weights(name) && !keep.iter().any(|k| k == name)) {
             let path = dir.join(name);
-            fs::remove_file(&path).map_err(|e| Error::io(path, "remove a file of an earlier save", e))?;
+            if let Err(error) = fs::remove_file(&path) {
+                tracing::warn!("{}: a file of an earlier save cannot be removed: {error}", path.display());
+            }
         }
     }
-    Ok(())
 }
 
 /// Whether a name is one that this library or transformers gives to a shard.
@@ -204,7 +203,7 @@ mod tests {
         fs::write(dir.path().join(&second[0]), []).unwrap();
         fs::write(dir.path().join(format!("{}{PART}", second[1])), []).unwrap();
         fs::write(dir.path().join("optimizer.safetensors"), []).unwrap();
-        remove_stale(dir.path(), &second).unwrap();
+        remove_stale(dir.path(), &second);
         let mut left: Vec<_> = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
         left.sort();
         assert_eq!(left, [second[0].as_str(), "optimizer.safetensors"]);

@@ -259,7 +259,8 @@ fn finish(plan: &OutPlan, dir: &Path, names: &[String], options: &SaveOptions<'_
         std::fs::remove_file(&single).map_err(|e| Error::io(single, "remove the file of an earlier save", e))?;
         sync_dir(dir)?;
     }
-    remove_stale(dir, &keep)
+    remove_stale(dir, &keep);
+    Ok(())
 }
 
 fn index_text(plan: &OutPlan, names: &[String]) -> String {
