@@ -5,4 +5,5 @@ mod checkpoint;
 mod contract;
 mod ep;
 mod generation;
+mod parity;
 mod training;

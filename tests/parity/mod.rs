@@ -1,0 +1,5 @@
+//! Same numbers as transformers 5.17.0, for every folder of `tests/fixtures`.
+
+mod harness;
+mod nemotron_h;
+mod qwen3_moe;
