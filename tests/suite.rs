@@ -2,6 +2,7 @@
 
 mod cases;
 mod checkpoint;
+mod cases;
 mod contract;
 mod ep;
 mod generation;

@@ -2,7 +2,8 @@
 //!
 //! All defaults call `reference/`, which is made of Burn primitives, so any Burn backend can implement the trait
 //! with an empty body. Float outputs have the dtype of their main input unless said otherwise; statistics,
-//! routing weights and losses are fp32. No op reads a tensor back to the host unless its contract says so.
+//! routing weights and losses are fp32 (f64 for f64 inputs, which gradient checks use). No kernel reads a tensor back
+//! to the host unless its contract says so; the reference of the grouped products does.
 
 use burn_backend::{
     Backend,

@@ -1,6 +1,10 @@
-//! Cases from public bug reports, one file each; the report's number is in the file's first line.
+//! Cases from public bug reports, one subject a file; each file or test names the report it answers.
 
 mod backbone_names;
 mod expert_counts;
+mod expert_layer;
+mod fused_adamw;
 mod packed_documents;
 mod relu2_experts;
+mod repeated_rows;
+mod routing;

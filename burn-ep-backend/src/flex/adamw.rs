@@ -1,5 +1,7 @@
 //! AdamW in one pass over memory, in place where a buffer has no other owner.
 
+use std::borrow::Cow;
+
 use burn_backend::DType;
 use burn_flex::{Flex, FlexTensor};
 use burn_std::{bf16, f16};
@@ -113,10 +115,10 @@ fn blocks(tensor: &mut FlexTensor) -> Vec<Elements<'_>> {
 impl Elements<'_> {
     fn load<A: Real>(&self) -> Vec<A> {
         match self {
-            Self::F64(values) => values.iter().map(|&v| A::of(v)).collect(),
-            Self::F32(values) => values.iter().map(|&v| A::of(f64::from(v))).collect(),
-            Self::BF16(values) => values.iter().map(|v| A::of(v.to_f64())).collect(),
-            Self::F16(values) => values.iter().map(|v| A::of(v.to_f64())).collect(),
+            Self::F64(values) => A::from_f64s(values).into_owned(),
+            Self::F32(values) => A::from_f32s(Cow::Borrowed(values)).into_owned(),
+            Self::BF16(values) => A::from_f32s(values.iter().map(|v| v.to_f32()).collect()).into_owned(),
+            Self::F16(values) => A::from_f32s(values.iter().map(|v| v.to_f32()).collect()).into_owned(),
         }
     }
 

@@ -10,7 +10,7 @@ use rayon::prelude::*;
 use super::expert_activation::{activate, activate_backward};
 use super::groups::{RowTile, group_ranges, row_tiles, split_rows, weight_tiles};
 use super::matrix::{Matrix, product};
-use super::numeric::{Real, dense, dims, float_tensor, round_to, wide, wide_range, with_real};
+use super::numeric::{Real, dense, dims, float_tensor, round_all, wide, wide_range, with_real};
 use super::permute::{combine_rows, dot};
 use super::slice::ints;
 use crate::backend::{ExpertMlpGrads, ExpertMlpPrim, ExpertOrderPrim, ExpertWeightsPrim};
@@ -115,7 +115,7 @@ impl Layer {
             );
             add_bias(up_nf, self.up_bias.as_ref().map(|bias| slice_of::<A>(bias, e)));
             // The backward starts from the kept, rounded product, so the forward goes on from it too.
-            round_to(up_nf, dtype);
+            round_all(up_nf, dtype);
             let act_nf = self.activations(up_nf, n);
             let down = slice_of::<A>(&self.down, e);
             product(

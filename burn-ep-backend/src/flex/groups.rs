@@ -6,8 +6,9 @@ use burn_flex::FlexTensor;
 
 use super::slice::ints;
 
-/// Rows of activations per task. Large enough that packing the weight costs little next to the product.
-pub(crate) const ROW_TILE: usize = 128;
+/// Rows of activations per task: enough that packing the weight costs little next to the product, and the same on any
+/// number of threads, so that results are too.
+pub(crate) const ROW_TILE: usize = 64;
 
 /// Rows of one task: part of the rows of one expert.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -36,16 +37,14 @@ pub(crate) fn group_ranges(offsets_e1: &FlexTensor, rows: usize) -> Vec<Range<us
         .collect()
 }
 
-/// Splits the groups so that every thread finds several tiles, none above [`ROW_TILE`] rows.
+/// Splits the groups into tiles of at most [`ROW_TILE`] rows.
 pub(crate) fn row_tiles(groups: &[Range<usize>]) -> Vec<RowTile> {
-    let rows: usize = groups.iter().map(Range::len).sum();
-    let tile = (rows / (4 * rayon::current_num_threads())).clamp(16, ROW_TILE);
     let mut tiles = Vec::new();
     for (expert, group) in groups.iter().enumerate() {
-        for start in group.clone().step_by(tile) {
+        for start in group.clone().step_by(ROW_TILE) {
             tiles.push(RowTile {
                 expert,
-                rows: start..group.end.min(start + tile),
+                rows: start..group.end.min(start + ROW_TILE),
             });
         }
     }

@@ -9,10 +9,8 @@ use burn_backend::{DType, Element, TensorMetadata};
 use burn_flex::{FlexTensor, Layout};
 use burn_std::{Bytes, Shape, bf16, f16};
 use bytemuck::Pod;
-use rayon::prelude::*;
 
-/// Elements per task of elementwise parallel loops; smaller tasks cost more than they save.
-pub(crate) const GRAIN: usize = 16 * 1024;
+use super::slice::{from_f32s, round_to};
 
 /// A float type the kernels compute in.
 pub(crate) trait Real: num_traits::Float + Element + Pod + AddAssign + Send + Sync + 'static {
@@ -21,6 +19,7 @@ pub(crate) trait Real: num_traits::Float + Element + Pod + AddAssign + Send + Sy
     /// Borrows on when the element type is `Self`.
     fn from_f32s(values: Cow<'_, [f32]>) -> Cow<'_, [Self]>;
     fn from_f64s(values: &[f64]) -> Cow<'_, [Self]>;
+    fn into_f32s(values: Vec<Self>) -> Vec<f32>;
     fn of(value: f64) -> Self;
     fn as_f32(self) -> f32;
     fn as_f64(self) -> f64;
@@ -35,6 +34,10 @@ impl Real for f32 {
 
     fn from_f64s(values: &[f64]) -> Cow<'_, [f32]> {
         values.iter().map(|&v| v as f32).collect()
+    }
+
+    fn into_f32s(values: Vec<f32>) -> Vec<f32> {
+        values
     }
 
     fn of(value: f64) -> f32 {
@@ -59,6 +62,10 @@ impl Real for f64 {
 
     fn from_f64s(values: &[f64]) -> Cow<'_, [f64]> {
         Cow::Borrowed(values)
+    }
+
+    fn into_f32s(values: Vec<f64>) -> Vec<f32> {
+        values.into_iter().map(|v| v as f32).collect()
     }
 
     fn of(value: f64) -> f64 {
@@ -119,22 +126,16 @@ pub(crate) fn wide_range<A: Real>(tensor: &FlexTensor, range: Range<usize>) -> C
 pub(crate) fn float_tensor<A: Real>(values: Vec<A>, shape: impl Into<Shape>, dtype: DType) -> FlexTensor {
     let bytes = match dtype {
         same if same == A::DTYPE => Bytes::from_elems(values),
-        DType::F32 => Bytes::from_elems(convert(&values, A::as_f32)),
-        DType::F64 => Bytes::from_elems(convert(&values, A::as_f64)),
-        DType::BF16 => Bytes::from_elems(convert(&values, |v| bf16::from_f32(v.as_f32()))),
-        DType::F16 => Bytes::from_elems(convert(&values, |v| f16::from_f32(v.as_f32()))),
-        other => panic!("{other:?} is not a float dtype of the Flex backend"),
+        DType::F64 => Bytes::from_elems(values.iter().map(|v| v.as_f64()).collect()),
+        _ => return from_f32s(A::into_f32s(values), shape, dtype),
     };
     FlexTensor::new(bytes, Layout::contiguous(shape.into()), dtype)
 }
 
 /// Rounds values to what a tensor of `dtype` can hold, staying in the arithmetic type.
-pub(crate) fn round_to<A: Real>(values: &mut [A], dtype: DType) {
-    match dtype {
-        DType::BF16 => values.iter_mut().for_each(|v| *v = A::of(bf16::from_f32(v.as_f32()).to_f64())),
-        DType::F16 => values.iter_mut().for_each(|v| *v = A::of(f16::from_f32(v.as_f32()).to_f64())),
-        DType::F32 if A::DTYPE == DType::F64 => values.iter_mut().for_each(|v| *v = A::of(f64::from(v.as_f32()))),
-        _ => {}
+pub(crate) fn round_all<A: Real>(values: &mut [A], dtype: DType) {
+    if dtype != A::DTYPE && dtype != DType::F64 {
+        values.iter_mut().for_each(|v| *v = A::of(round_to(v.as_f32(), dtype).into()));
     }
 }
 
@@ -146,10 +147,6 @@ pub(crate) fn int_tensor(values: Vec<i32>, shape: impl Into<Shape>) -> FlexTenso
 /// Sizes of a tensor of known rank.
 pub(crate) fn dims<const D: usize>(tensor: &FlexTensor) -> [usize; D] {
     tensor.shape().dims()
-}
-
-fn convert<A: Real, E: Send>(values: &[A], to: impl Fn(A) -> E + Sync) -> Vec<E> {
-    values.par_iter().with_min_len(GRAIN).map(|&v| to(v)).collect()
 }
 
 #[cfg(test)]
@@ -168,10 +165,10 @@ mod tests {
     }
 
     #[test]
-    fn round_to_bf16_is_round_to_nearest_even() {
+    fn rounding_to_bf16_is_round_to_nearest_even() {
         // 1 + 2^-8 lies half way between 1 and the next bf16, 1 + 2^-7: the even neighbour is 1.
         let mut values = [1.0f32 + 2f32.powi(-8), 1.0 + 3.0 * 2f32.powi(-8)];
-        round_to(&mut values, DType::BF16);
+        round_all(&mut values, DType::BF16);
         assert_eq!(values, [1.0, 1.0 + 2f32.powi(-6)]);
     }
 }

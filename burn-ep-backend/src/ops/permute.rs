@@ -25,9 +25,13 @@ impl<B: MoeBackend> ExpertOrder<B> {
 }
 
 /// Stable sort of the `T*K` slots of `ids [T, K]` by expert.
+///
+/// Every id must lie in `0..num_experts`, as those of [`super::route`] do. This is not checked here, because ids live on
+/// the device; the CPU backend panics on others.
 pub fn sort_by_expert<B: MoeBackend>(ids_tk: Tensor<B, 2, Int>, num_experts: usize) -> Result<ExpertOrder<B>> {
     check::setting("sort_by_expert", "num_experts", num_experts > 0, num_experts, "at least 1")?;
     let [_, top_k] = ids_tk.dims();
+    check::setting("sort_by_expert", "top_k", top_k > 0, top_k, "at least 1")?;
     let order = B::moe_sort_by_expert(ids_tk.into_primitive(), num_experts);
     Ok(ExpertOrder {
         slots_r: Tensor::from_primitive(order.slots_r),

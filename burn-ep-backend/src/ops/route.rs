@@ -17,7 +17,7 @@ pub struct Route<B: MoeBackend> {
 /// Choose `K` experts per token from logits `[T, E]` (any float dtype; scores are fp32).
 ///
 /// `selection_bias_e [E]` shifts the choice but not the weights (DeepSeek-V3, Nemotron-H) and gets no gradient.
-/// `replay_tk` fixes the choice, e.g. when a block is recomputed.
+/// `replay_tk` fixes the choice, e.g. when a block is recomputed; its ids must come from an earlier call.
 pub fn route<B: MoeBackend>(
     logits_te: Tensor<B, 2>,
     selection_bias_e: Option<Tensor<B, 1>>,
