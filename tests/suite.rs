@@ -3,6 +3,7 @@
 mod cases;
 mod checkpoint;
 mod cases;
+mod checkpoint;
 mod contract;
 mod ep;
 mod generation;
