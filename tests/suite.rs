@@ -2,8 +2,6 @@
 
 mod cases;
 mod checkpoint;
-mod cases;
-mod checkpoint;
 mod contract;
 mod ep;
 mod generation;
