@@ -67,8 +67,9 @@ pub(crate) fn activate_backward<A: Real>(activation: ExpertActivation, up: &[A],
 }
 
 /// Logistic function; saturates to 0 and 1 without NaN.
+#[inline]
 pub(crate) fn sigmoid<A: Real>(x: A) -> A {
-    A::one() / (A::one() + (-x).exp())
+    A::one() / (A::one() + (-x).lane_exp())
 }
 
 #[cfg(test)]

@@ -11,7 +11,7 @@ use super::expert_activation::{activate, activate_backward};
 use super::groups::{RowTile, group_ranges, row_tiles, split_rows, weight_tiles};
 use super::matrix::{Matrix, product};
 use super::numeric::{Real, dense, dims, float_tensor, round_all, wide, wide_range, with_real};
-use super::permute::{combine_rows, dot};
+use super::permute::combine_rows;
 use super::slice::ints;
 use crate::backend::{ExpertMlpGrads, ExpertMlpPrim, ExpertOrderPrim, ExpertWeightsPrim};
 use crate::desc::ExpertActivation;
@@ -203,8 +203,8 @@ impl Layer {
                 act_nf.copy_from_slice(&self.activations(up_nf, n));
                 for (i, row) in tile.rows.clone().enumerate() {
                     let (act, grad_act) = (&mut act_nf[i * self.f..][..self.f], &mut grad_act[i * self.f..][..self.f]);
-                    let from_bias = bias.as_ref().map_or(A::zero(), |b| dot(&grad_nd[i * self.d..][..self.d], b));
-                    grad_weight[i] = dot(act, grad_act) + from_bias;
+                    let from_bias = bias.as_ref().map_or(A::zero(), |b| A::dot(&grad_nd[i * self.d..][..self.d], b));
+                    grad_weight[i] = A::dot(act, grad_act) + from_bias;
                     let weight = self.routing_weight(weights_tk, row);
                     act.iter_mut().for_each(|v| *v = *v * weight);
                     grad_act.iter_mut().for_each(|v| *v = *v * weight);

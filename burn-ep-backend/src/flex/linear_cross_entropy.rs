@@ -114,16 +114,18 @@ fn loss_and_logit_grads<A: Real>(hidden_nd: &[A], weight_vd: &FlexTensor, rows: 
     losses.into_iter().sum()
 }
 
+/// `-log p(label)` of one row; the logits turn into `p - [label]`, or into scratch without gradients.
 fn row_loss<A: Real>(logits: &mut [A], label: usize, with_grads: bool) -> f64 {
     let max = logits.iter().copied().fold(A::neg_infinity(), A::max);
     let at_label = logits[label] - max;
-    let sum: f64 = logits.iter().map(|&z| (z - max).exp().as_f64()).sum();
+    logits.iter_mut().for_each(|z| *z = (*z - max).lane_exp());
+    let sum = A::sum(logits);
     if with_grads {
-        let inverse = A::of(1.0 / sum);
-        logits.iter_mut().for_each(|z| *z = (*z - max).exp() * inverse);
+        let inverse = A::one() / sum;
+        logits.iter_mut().for_each(|z| *z = *z * inverse);
         logits[label] += -A::one();
     }
-    sum.ln() - at_label.as_f64()
+    sum.as_f64().ln() - at_label.as_f64()
 }
 
 /// `grad_weight += grad_logits^T · hidden`.

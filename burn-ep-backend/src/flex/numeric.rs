@@ -9,8 +9,14 @@ use burn_backend::{DType, Element, TensorMetadata};
 use burn_flex::{FlexTensor, Layout};
 use burn_std::{Bytes, Shape, bf16, f16};
 use bytemuck::Pod;
+use half::slice::HalfFloatSliceExt;
+use rayon::prelude::*;
 
-use super::slice::{from_f32s, round_to};
+use super::lanes;
+use super::slice::rounded;
+
+/// Elements per conversion task.
+const CONVERT_BLOCK: usize = 1 << 16;
 
 /// A float type the kernels compute in.
 pub(crate) trait Real: num_traits::Float + Element + Pod + AddAssign + Send + Sync + 'static {
@@ -20,6 +26,11 @@ pub(crate) trait Real: num_traits::Float + Element + Pod + AddAssign + Send + Sy
     fn from_f32s(values: Cow<'_, [f32]>) -> Cow<'_, [Self]>;
     fn from_f64s(values: &[f64]) -> Cow<'_, [Self]>;
     fn into_f32s(values: Vec<Self>) -> Vec<f32>;
+    /// Sum of products, and sum; faster and more accurate than one running sum.
+    fn dot(a: &[Self], b: &[Self]) -> Self;
+    fn sum(a: &[Self]) -> Self;
+    /// `e^self` in a form that loops vectorise, within 2 units in the last place.
+    fn lane_exp(self) -> Self;
     fn of(value: f64) -> Self;
     fn as_f32(self) -> f32;
     fn as_f64(self) -> f64;
@@ -38,6 +49,19 @@ impl Real for f32 {
 
     fn into_f32s(values: Vec<f32>) -> Vec<f32> {
         values
+    }
+
+    fn dot(a: &[f32], b: &[f32]) -> f32 {
+        lanes::dot(a, b)
+    }
+
+    fn sum(a: &[f32]) -> f32 {
+        lanes::sum(a)
+    }
+
+    #[inline]
+    fn lane_exp(self) -> f32 {
+        lanes::exp(self)
     }
 
     fn of(value: f64) -> f32 {
@@ -66,6 +90,19 @@ impl Real for f64 {
 
     fn into_f32s(values: Vec<f64>) -> Vec<f32> {
         values.into_iter().map(|v| v as f32).collect()
+    }
+
+    fn dot(a: &[f64], b: &[f64]) -> f64 {
+        a.iter().zip(b).map(|(x, y)| x * y).sum()
+    }
+
+    fn sum(a: &[f64]) -> f64 {
+        a.iter().sum()
+    }
+
+    #[inline]
+    fn lane_exp(self) -> f64 {
+        self.exp()
     }
 
     fn of(value: f64) -> f64 {
@@ -127,7 +164,14 @@ pub(crate) fn float_tensor<A: Real>(values: Vec<A>, shape: impl Into<Shape>, dty
     let bytes = match dtype {
         same if same == A::DTYPE => Bytes::from_elems(values),
         DType::F64 => Bytes::from_elems(values.iter().map(|v| v.as_f64()).collect()),
-        _ => return from_f32s(A::into_f32s(values), shape, dtype),
+        DType::F32 => Bytes::from_elems(A::into_f32s(values)),
+        DType::BF16 => Bytes::from_elems(narrow(&A::into_f32s(values), |from, to: &mut [bf16]| {
+            to.convert_from_f32_slice(from)
+        })),
+        DType::F16 => Bytes::from_elems(narrow(&A::into_f32s(values), |from, to: &mut [f16]| {
+            to.convert_from_f32_slice(from)
+        })),
+        other => panic!("{other:?} is not a float dtype of the Flex backend"),
     };
     FlexTensor::new(bytes, Layout::contiguous(shape.into()), dtype)
 }
@@ -135,13 +179,21 @@ pub(crate) fn float_tensor<A: Real>(values: Vec<A>, shape: impl Into<Shape>, dty
 /// Rounds values to what a tensor of `dtype` can hold, staying in the arithmetic type.
 pub(crate) fn round_all<A: Real>(values: &mut [A], dtype: DType) {
     if dtype != A::DTYPE && dtype != DType::F64 {
-        values.iter_mut().for_each(|v| *v = A::of(round_to(v.as_f32(), dtype).into()));
+        values.iter_mut().for_each(|v| *v = A::of(rounded(v.as_f32(), dtype).into()));
     }
 }
 
 /// Dense i32 tensor, the int dtype of Flex.
 pub(crate) fn int_tensor(values: Vec<i32>, shape: impl Into<Shape>) -> FlexTensor {
     FlexTensor::new(Bytes::from_elems(values), Layout::contiguous(shape.into()), DType::I32)
+}
+
+fn narrow<E: Pod + Send>(from: &[f32], convert: impl Fn(&[f32], &mut [E]) + Sync) -> Vec<E> {
+    let mut to = vec![E::zeroed(); from.len()];
+    to.par_chunks_mut(CONVERT_BLOCK)
+        .zip(from.par_chunks(CONVERT_BLOCK))
+        .for_each(|(to, from)| convert(from, to));
+    to
 }
 
 /// Sizes of a tensor of known rank.

@@ -97,7 +97,7 @@ pub(crate) fn unpermute_backward(
             .enumerate()
             .map(|(slot, &position)| {
                 let token = slot / top_k;
-                dot(&grad_wide[token * d..(token + 1) * d], row(&rows_wide, d, position))
+                A::dot(&grad_wide[token * d..(token + 1) * d], row(&rows_wide, d, position))
             })
             .collect();
         let grad_weights = float_tensor(grad_weights, [positions.len() / top_k, top_k], weights.dtype());
@@ -128,10 +128,6 @@ pub(crate) fn combine_rows<A: Real>(rows_rd: &[A], d: usize, positions: &[i64], 
         }
     });
     out
-}
-
-pub(crate) fn dot<A: Real>(a: &[A], b: &[A]) -> A {
-    a.iter().zip(b).fold(A::zero(), |sum, (&x, &y)| sum + x * y)
 }
 
 fn row<A>(rows: &[A], d: usize, index: i64) -> &[A] {

@@ -7,8 +7,8 @@ use crate::{CrossEntropyDesc, MoeBackend, Result};
 
 /// Sum over rows of `-log softmax(hidden · weight^T)[label]`, fp32 `[1]`: hidden `[T, D]`, weight `[V, D]`, labels `[T]`.
 ///
-/// Never holds more than `desc.chunk` rows of logits. Labels outside the vocabulary other than `ignore_index` are a
-/// contract violation that callers check on the host, where the data comes from.
+/// Never holds more than `desc.chunk` rows of logits. Labels outside the vocabulary other than `ignore_index` are for
+/// callers to refuse on the host, where the data comes from; here such a row makes the loss NaN and gets no gradient.
 pub fn linear_cross_entropy<B: MoeBackend>(
     hidden_td: Tensor<B, 2>,
     weight_vd: Tensor<B, 2>,
