@@ -2,6 +2,15 @@
 
 use std::fmt;
 
+use burn_moe::{Error, Result};
+
+/// Most parameters a config may ask for, a thousand times the largest published model.
+const MAX_PARAMETERS: u64 = 1 << 50;
+
+fn saturate(count: u128) -> u64 {
+    u64::try_from(count).unwrap_or(u64::MAX)
+}
+
 /// Parameters of a model by part.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct ParamCount {
@@ -12,23 +21,41 @@ pub struct ParamCount {
 }
 
 impl ParamCount {
-    /// Adds `count` parameters to a part.
-    pub fn add(&mut self, part: &'static str, count: u64) {
+    /// Adds `count` parameters to a part. Counts saturate: a config may be hostile.
+    pub(crate) fn add(&mut self, part: &'static str, count: u128) {
+        let count = saturate(count);
         match self.parts.iter_mut().find(|(name, _)| *name == part) {
-            Some((_, total)) => *total += count,
+            Some((_, total)) => *total = total.saturating_add(count),
             None if count > 0 => self.parts.push((part, count)),
             None => {}
         }
     }
 
+    /// Adds `count` parameters of which a token uses none.
+    pub(crate) fn add_idle(&mut self, count: u128) {
+        self.idle = self.idle.saturating_add(saturate(count));
+    }
+
+    /// Refuses models that no machine holds, so that shapes and sizes can be multiplied without care.
+    pub(crate) fn check(&self) -> Result<()> {
+        if self.total() <= MAX_PARAMETERS {
+            return Ok(());
+        }
+        Err(Error::config(
+            "config.json",
+            format!("sizes that multiply to {} parameters", self.total()),
+            format!("at most {MAX_PARAMETERS}: check the widths, counts and the number of layers"),
+        ))
+    }
+
     /// All parameters; a tied matrix counts once.
     pub fn total(&self) -> u64 {
-        self.parts.iter().map(|(_, count)| count).sum()
+        self.parts.iter().fold(0, |sum, (_, count)| sum.saturating_add(*count))
     }
 
     /// Parameters that take part in the computation of one token.
     pub fn active(&self) -> u64 {
-        self.total() - self.idle
+        self.total().saturating_sub(self.idle)
     }
 }
 

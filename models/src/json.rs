@@ -5,9 +5,9 @@ use burn_moe::checkpoint::as_f64;
 use burn_moe::{Error, Result};
 use serde_json::{Map, Value};
 
-/// Largest width, count or size a config may ask for. Far above any published model, and small enough that no product
-/// of two overflows.
-pub const MAX_SIZE: usize = 1 << 26;
+/// Largest width, count or size a config may ask for. Far above any published model; products are checked as well, see
+/// `ParamCount`.
+pub const MAX_SIZE: usize = 1 << 24;
 /// Most layers a config may ask for.
 pub const MAX_LAYERS: usize = 1 << 12;
 

@@ -11,6 +11,7 @@ use burn_moe::checkpoint::hub::{self, HubOptions};
 use burn_moe::checkpoint::{self, CheckpointSource, ConfigJson, EpRank, LoadOptions, LoadReport, SaveOptions, SaveReport, TieState};
 
 use crate::auto::{AutoModelForCausalLm, FromConfigOptions};
+use crate::json::Fields;
 use crate::registry::AutoConfig;
 
 /// How to load a checkpoint.
@@ -57,6 +58,24 @@ pub struct Pretrained<B: MoeBackend> {
     pub source: CheckpointSource,
     /// What was loaded from where.
     pub report: LoadReport,
+}
+
+impl<B: MoeBackend> Pretrained<B> {
+    /// Tokens that end a generated text: `eos_token_id` of `config.json` and of `generation_config.json`, which may name more.
+    ///
+    /// # Errors
+    /// When `generation_config.json` is there but cannot be read.
+    pub fn stop_tokens(&self) -> Result<Vec<i32>> {
+        let mut tokens = self.model.config().common().eos_token_ids.clone();
+        let path = self.source.dir().join("generation_config.json");
+        if path.exists() {
+            let json = ConfigJson::read(&path)?;
+            tokens.extend(Fields::new(json.fields()).token_ids("eos_token_id")?);
+        }
+        tokens.sort_unstable();
+        tokens.dedup();
+        Ok(tokens)
+    }
 }
 
 impl<B: MoeBackend> AutoModelForCausalLm<B> {

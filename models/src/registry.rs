@@ -288,6 +288,73 @@ mod tests {
         assert!(config.check_expert_parallel(9).is_ok());
     }
 
+    /// Thousands of damaged configs: fields removed, and given values of every type and size. Each is refused with an error or
+    /// gives a config whose model can be built and counted; nothing panics and nothing is allocated.
+    #[test]
+    fn damaged_configs_never_panic() {
+        use burn_moe::backend::Infer;
+        use rand::rngs::StdRng;
+        use rand::{Rng, SeedableRng};
+
+        use crate::AutoModelForCausalLm;
+
+        let texts = [
+            r#"{"model_type": "nemotron_h", "hybrid_override_pattern": "ME*-", "vocab_size": 50, "hidden_size": 12,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "mamba_num_heads": 4, "mamba_head_dim": 5,
+                "n_groups": 2, "ssm_state_size": 7, "conv_kernel": 3, "chunk_size": 4, "n_routed_experts": 4,
+                "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 9, "moe_latent_size": 8,
+                "time_step_limit": [0.0, Infinity], "time_step_min": 0.001, "layers_block_type": null,
+                "moe_shared_expert_intermediate_size": 11, "intermediate_size": 13, "dtype": "bfloat16",
+                "architectures": ["NemotronHForCausalLM"], "eos_token_id": [2, 11], "use_bias": true}"#,
+            r#"{"model_type": "qwen3_moe", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 7, "intermediate_size": 9, "mlp_only_layers": [1], "decoder_sparse_step": 1,
+                "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 4}, "rope_theta": 10000.0,
+                "use_sliding_window": true, "sliding_window": 5, "pad_token_id": 3, "rms_norm_eps": 1e-6}"#,
+        ];
+        #[rustfmt::skip]
+        let strange = [
+            "null", "true", "false", "0", "1", "2", "3", "7", "-1", "1.5", "1e300", "-1e300", "16777216", "16777217",
+            "18446744073709551615", "9223372036854775808", "NaN", "Infinity", "-Infinity", r#""x""#, r#""silu""#, "[]", "[1]",
+            "[null, {}]", "[[0, 1]]", "{}", r#"{"__float__": "NaN"}"#, r#"{"__float__": 3}"#, r#"{"rope_type": "yarn"}"#,
+            r#"{"type": "longrope", "long_factor": [1], "short_factor": []}"#, r#"["moe", "mamba"]"#, r#""MMMM""#,
+        ];
+        let value = |text: &str| ConfigJson::parse("value", format!(r#"{{"v": {text}}}"#)).unwrap().fields()["v"].clone();
+        let strange: Vec<Value> = strange.iter().map(|text| value(text)).collect();
+
+        let mut rng = StdRng::seed_from_u64(0);
+        let (mut refused, mut accepted) = (0, 0);
+        for round in 0..6000 {
+            let original = ConfigJson::parse("config.json", texts[round % 2].into()).unwrap();
+            let mut fields = original.fields().clone();
+            for _ in 0..rng.random_range(1..4) {
+                let key = fields.keys().nth(rng.random_range(0..fields.len())).unwrap().clone();
+                if rng.random_range(0..8) == 0 {
+                    fields.remove(&key);
+                } else {
+                    fields.insert(key, strange[rng.random_range(0..strange.len())].clone());
+                }
+            }
+            let json = ConfigJson::from_fields(fields);
+            let built = AutoConfig::from_json(&json).and_then(|config| {
+                config.parameters().total();
+                config.flops_per_token(4096);
+                config.check_expert_parallel(2)?;
+                config.weight_map().validate()?;
+                AutoModelForCausalLm::<Infer>::from_config(&config, &Default::default(), &Default::default())
+            });
+            match built {
+                Ok(_) => accepted += 1,
+                Err(Error::Config { field, .. }) => {
+                    assert!(!field.is_empty());
+                    refused += 1;
+                }
+                Err(other) => panic!("{}: {other}", json.to_text()),
+            }
+        }
+        assert!(refused > 1000 && accepted > 500, "{refused} refused, {accepted} accepted");
+    }
+
     #[test]
     fn edit_distances() {
         for (a, b, d) in [("kitten", "sitting", 3), ("", "abc", 3), ("abc", "abc", 0), ("ab", "ba", 2)] {

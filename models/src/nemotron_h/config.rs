@@ -134,6 +134,7 @@ impl NemotronHConfig {
                 format!("a divisor of num_attention_heads = {}", config.num_attention_heads),
             ));
         }
+        config.parameters().check()?;
         Ok(config)
     }
 
@@ -158,9 +159,9 @@ impl NemotronHConfig {
 
     /// Parameters by part.
     pub fn parameters(&self) -> ParamCount {
-        let n = |x: usize| x as u64;
+        let n = |x: usize| x as u128;
         let (h, v) = (n(self.hidden_size), n(self.vocab_size));
-        let bias = |rows: u64, on: bool| if on { rows } else { 0 };
+        let bias = |rows: u128, on: bool| if on { rows } else { 0 };
         let mut count = ParamCount::default();
         count.add("embeddings", v * h);
         for kind in &self.layers {
@@ -186,7 +187,7 @@ impl NemotronHConfig {
                     let shared = n(m.shared_intermediate_size);
                     count.add("router", e * h + e);
                     count.add("routed experts", e * one);
-                    count.idle += (e - k) * one;
+                    count.add_idle(e.saturating_sub(k) * one);
                     count.add("shared experts", 2 * shared * h + bias(shared + h, self.mlp_bias));
                     if m.latent_size.is_some() {
                         count.add("latent", 2 * l * h + bias(l + h, self.mlp_bias));
@@ -474,6 +475,10 @@ mod tests {
             (r#"{"conv_kernel": 1}"#, ["conv_kernel", "1", "2 to 64"]),
             (r#"{"time_step_limit": [2, 1]}"#, ["time_step_limit", "(2.0, 1.0)", "smaller first"]),
             (r#"{"hidden_size": 1e18}"#, ["hidden_size", "1e+18", "whole number"]),
+            (
+                r#"{"hidden_size": 16000000, "moe_intermediate_size": 16000000, "n_routed_experts": 16000000}"#,
+                ["config.json", "parameters", "at most"],
+            ),
         ] {
             let error = parse(text).unwrap_err().to_string();
             assert!(parts.iter().all(|p| error.contains(p)), "{text}: {error}");

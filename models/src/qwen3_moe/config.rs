@@ -133,6 +133,7 @@ impl Qwen3MoeConfig {
                 format!("at most num_experts = {}", config.num_experts),
             ));
         }
+        config.parameters().check()?;
         Ok(config)
     }
 
@@ -157,7 +158,7 @@ impl Qwen3MoeConfig {
 
     /// Parameters by part.
     pub fn parameters(&self) -> ParamCount {
-        let n = |x: usize| x as u64;
+        let n = |x: usize| x as u128;
         let (h, v, d) = (n(self.hidden_size), n(self.vocab_size), n(self.head_dim));
         let (q, kv) = (n(self.num_attention_heads) * d, n(self.num_key_value_heads) * d);
         let mut count = ParamCount::default();
@@ -170,7 +171,7 @@ impl Qwen3MoeConfig {
                 let (e, one) = (n(self.num_experts), 3 * n(self.moe_intermediate_size) * h);
                 count.add("router", e * h);
                 count.add("routed experts", e * one);
-                count.idle += (e - n(self.num_experts_per_tok)) * one;
+                count.add_idle(e.saturating_sub(n(self.num_experts_per_tok)) * one);
             } else {
                 count.add("dense mlp", 3 * n(self.intermediate_size) * h);
             }
