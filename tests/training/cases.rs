@@ -1,6 +1,9 @@
 //! Cases from public bug reports that concern losses, optimizer and trainer.
 
+use std::{slice, thread};
+
 use burn::tensor::{Tensor, TensorData};
+use burn_ep_backend::comm::{CommHandle, EpGroup, LocalCommunicator};
 use burn_moe::batch::HostBatch;
 use burn_moe::loss::BalanceStats;
 use burn_moe::model::AuxLossSettings;
@@ -300,4 +303,46 @@ fn reports_count_experts_over_the_whole_step() {
     };
     assert_eq!((load.block, load.counts.len()), (1, EXPERTS));
     assert_eq!(load.counts.iter().sum::<f64>(), 28.0);
+}
+
+// burn#3581
+#[test]
+fn two_ranks_with_the_same_batch_train_like_one() {
+    let config = TrainerConfig {
+        steps: 4,
+        schedule: Schedule {
+            lr: 1e-2,
+            warmup_steps: 2,
+            ..Schedule::default()
+        },
+        ..TrainerConfig::default()
+    };
+    let batch = random_batch(2, 6, 9);
+    let train = |ep: Option<EpGroup>| {
+        let model: ToyLm<B> = ToyConfig {
+            layers: "dd",
+            tied: true,
+            ..ToyConfig::default()
+        }
+        .init(10);
+        let mut trainer = Trainer::<B, _>::new(model, config.clone(), Default::default(), ep).unwrap();
+        let reports: Vec<StepReport> = (0..3).map(|_| trainer.train_step(slice::from_ref(&batch)).unwrap()).collect();
+        (reports, snapshot::<B, _>(trainer.model()))
+    };
+    let (alone, weights) = train(None);
+    let ranks: Vec<_> = thread::scope(|scope| {
+        let start = |comm| scope.spawn(|| train(Some(EpGroup::new(CommHandle::new(comm)))));
+        let threads: Vec<_> = LocalCommunicator::group(2).into_iter().map(start).collect();
+        threads.into_iter().map(|thread| thread.join().unwrap()).collect()
+    });
+    for (reports, rank_weights) in ranks {
+        for (rank, one) in reports.iter().zip(&alone) {
+            // Twice the tokens, the same mean, and a schedule that advances once per step, not once per rank.
+            assert_eq!((rank.step, rank.lr, rank.label_tokens), (one.step, one.lr, 2 * one.label_tokens));
+            assert!((rank.loss - one.loss).abs() < 1e-6 * one.loss, "{rank} / {one}");
+            assert!((rank.grad_norm - one.grad_norm).abs() < 1e-5 * one.grad_norm, "{rank} / {one}");
+        }
+        // Halves add up exactly in binary, so the weights are the same to the bit.
+        assert_eq!(rank_weights, weights);
+    }
 }
