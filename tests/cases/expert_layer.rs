@@ -102,8 +102,8 @@ impl Layer {
     ) -> Tensor<Ad, 2> {
         let mut out = x.zeros_like().cast(DType::F32);
         for e in 0..self.experts {
-            let up = up.clone().slice([e..e + 1]).squeeze_dim::<2>(0);
-            let down = down.clone().slice([e..e + 1]).squeeze_dim::<2>(0);
+            let up = up.clone().narrow(0, e, 1).squeeze_dim::<2>(0);
+            let down = down.clone().narrow(0, e, 1).squeeze_dim::<2>(0);
             let h = x.clone().matmul(up.transpose());
             let act = match self.activation {
                 ExpertActivation::SwiGlu => silu(h.clone().narrow(1, 0, self.f)) * h.narrow(1, self.f, self.f),

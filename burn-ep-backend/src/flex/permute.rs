@@ -90,7 +90,7 @@ pub(crate) fn unpermute_backward(
         let weights_wide = wide::<A>(&weights);
         grad_rows.par_chunks_mut(d.max(1)).zip(&slots).for_each(|(row, &slot)| {
             let weight = weights_wide[slot as usize];
-            row.iter_mut().for_each(|v| *v = *v * weight);
+            row.iter_mut().for_each(|v| *v *= weight);
         });
         let grad_weights: Vec<A> = positions
             .par_iter()

@@ -26,7 +26,7 @@ impl<B: MoeBackend> ExpertOrder<B> {
 
 /// Stable sort of the `T*K` slots of `ids [T, K]` by expert.
 ///
-/// Every id must lie in `0..num_experts`, as those of [`super::route`] do. This is not checked here, because ids live on
+/// Every id must lie in `0..num_experts`, as those of [`super::route()`] do. This is not checked here, because ids live on
 /// the device; the CPU backend panics on others.
 pub fn sort_by_expert<B: MoeBackend>(ids_tk: Tensor<B, 2, Int>, num_experts: usize) -> Result<ExpertOrder<B>> {
     check::setting("sort_by_expert", "num_experts", num_experts > 0, num_experts, "at least 1")?;

@@ -67,7 +67,7 @@ fn each_group<B: Backend>(
 }
 
 fn weight_of<B: Backend>(weight_eoi: &Tensor<B, 3>, expert: usize) -> Tensor<B, 2> {
-    weight_eoi.clone().slice([expert..expert + 1]).squeeze_dim(0)
+    weight_eoi.clone().narrow(0, expert, 1).squeeze_dim(0)
 }
 
 fn group_ranges<B: Backend>(offsets: IntTensor<B>, rows: usize) -> Vec<Range<usize>> {
