@@ -82,7 +82,8 @@ pub struct AttentionMaskPrim<B: Backend> {
 pub struct AttentionPrim<B: Backend> {
     /// `[B, S, H, Dv]`.
     pub out_bshd: FloatTensor<B>,
-    /// `[B, H, S]` fp32: log of the softmax denominator (sink included).
+    /// `[B, H, S]` fp32: log of the softmax denominator (sink included); minus infinity where no key is visible and
+    /// there is no sink.
     pub lse_bhs: FloatTensor<B>,
 }
 
@@ -114,7 +115,8 @@ pub struct SsdPrim<B: Backend> {
     pub dt_bias: FloatTensor<B>,
     /// `[B, H, P, N]` fp32; zero when absent. No gradient flows into it.
     pub initial_state: Option<FloatTensor<B>>,
-    /// `[B, S]` row index of each token's document start; the state is reset there.
+    /// `[B, S]` row index of each token's document start; the state is reset there. A document at row 0 continues
+    /// `initial_state`.
     pub doc_start_bs: Option<IntTensor<B>>,
 }
 
@@ -271,7 +273,8 @@ pub trait MoeBackend: Backend {
 
     /// Grouped-query attention. q `[B, Sq, H, Dk]`, k `[B, Skv, Hkv, Dk]`, v `[B, Skv, Hkv, Dv]`, `Skv >= Sq`: query i
     /// has row index `i + Skv - Sq`. Query head h uses key head `h / (H / Hkv)`. `sink_h [H]` is an extra logit in the
-    /// softmax denominator without a value. Query rows that see no key return zeros.
+    /// softmax denominator without a value. Query rows that see no key return zeros. Without causality a query also sees
+    /// later keys, but of its own document only.
     fn flash_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,

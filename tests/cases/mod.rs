@@ -1,5 +1,6 @@
 //! Cases from public bug reports, one subject a file; each file or test names the report it answers.
 
+mod attention_sink;
 mod backbone_names;
 mod expert_counts;
 mod expert_layer;

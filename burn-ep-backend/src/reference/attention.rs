@@ -131,7 +131,8 @@ fn hidden<B: Backend>(
     };
     if let Some(window) = desc.window {
         let behind = rows.clone() - keys.clone();
-        hidden = hidden.bool_or(behind.greater_equal_elem(window as i64));
+        // A window beyond the row hides nothing; the bound keeps it inside the int dtype.
+        hidden = hidden.bool_or(behind.greater_equal_elem(window.min(skv) as i64));
     }
     if let Some(doc) = &mask.doc_start_bs {
         let doc = int_of::<B>(doc.clone(), &rows);

@@ -62,7 +62,7 @@ impl Case {
             _ => 0,
         };
         (!self.causal || j <= row)
-            && self.window.is_none_or(|window| j + window > row)
+            && self.window.is_none_or(|window| row.saturating_sub(j) < window)
             && j >= doc_of(row)
             && (self.doc_start.is_none() || doc_of(j) <= row)
             && self.key_visible.as_ref().is_none_or(|visible| visible[b * self.skv + j])

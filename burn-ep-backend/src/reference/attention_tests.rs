@@ -39,6 +39,7 @@ fn windows_and_sinks() {
         (20, Some(7), false),
         (65, Some(16), true),
         (20, None, true),
+        (5, Some(usize::MAX), false),
     ] {
         Case { window, sink, ..case(s) }.check();
     }
