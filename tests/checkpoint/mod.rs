@@ -1,6 +1,7 @@
 //! Checkpoints: exact round trips, strictness, shards, damaged input.
 
 mod damaged;
+mod families;
 mod hub;
 mod roundtrip;
 mod sharded;

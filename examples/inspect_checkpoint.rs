@@ -1,0 +1,77 @@
+//! Print what is in a checkpoint and whether it would load: family, parameter counts, mapping and load report, from config
+//! and headers alone. No weights are read and no model is allocated, so a checkpoint of any size takes a moment.
+//!
+//!     cargo run --release --example inspect_checkpoint -- path/to/folder
+//!     cargo run --release --example inspect_checkpoint -- org/name --offline
+
+use std::path::PathBuf;
+
+use burn_moe::backend::{Device, Infer};
+use burn_moe::checkpoint::hub::{HubOptions, locate};
+use burn_moe_models::{AutoModelForCausalLm, FromPretrainedOptions};
+use clap::Parser;
+
+/// Shipped with the examples.
+const TINY_MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-nemotron-h");
+
+#[derive(Parser)]
+#[command(about = "Print family, parameter counts, mapping and load report of a checkpoint")]
+struct Args {
+    /// Folder, or `org/name` on the Hugging Face Hub.
+    #[arg(default_value = TINY_MODEL)]
+    model: String,
+    /// Branch, tag or commit on the Hub.
+    #[arg(long)]
+    revision: Option<String>,
+    /// Folder of downloaded repositories.
+    #[arg(long)]
+    cache_dir: Option<PathBuf>,
+    /// Use downloaded repositories only.
+    #[arg(long)]
+    offline: bool,
+    /// List every parameter with its shape and dtype.
+    #[arg(long)]
+    tensors: bool,
+}
+
+fn main() {
+    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    if let Err(error) = inspect(&Args::parse()) {
+        eprintln!("error: {error}");
+        std::process::exit(1);
+    }
+}
+
+fn inspect(args: &Args) -> burn_moe::Result<()> {
+    let hub = HubOptions {
+        revision: args.revision.clone(),
+        cache_dir: args.cache_dir.clone(),
+        offline: args.offline.then_some(true),
+        progress: true,
+        ..HubOptions::default()
+    };
+    let dir = locate(&args.model, &hub)?;
+    let (config, report) = AutoModelForCausalLm::<Infer>::inspect(&dir, &FromPretrainedOptions::default(), &Device::default())?;
+
+    println!("family: {} ({})", config.model_type(), config.architecture());
+    println!("\nparameters\n{}", config.parameters());
+    println!("\nmapping (parameter <- stored names)");
+    for line in report.mapping() {
+        println!("  {line}");
+    }
+    println!("\nload report\n{report}");
+    if args.tensors {
+        for tensor in &report.loaded {
+            println!("{:<60} {:?} {} (stored {})", tensor.path, tensor.shape, tensor.dtype, tensor.stored);
+        }
+    }
+    println!(
+        "{}",
+        if report.is_exact() {
+            "It loads."
+        } else {
+            "It does not load as it is."
+        }
+    );
+    Ok(())
+}
