@@ -1,0 +1,8 @@
+//! Every CUDA kernel against the CPU reference: values and gradients, fresh random inputs, odd sizes, empty groups.
+//!
+//! Low-precision rule: the error against the fp32 result on the same (rounded) inputs is at most twice the error of the
+//! plain bf16 path on the CPU, plus a small floor. Needs a GPU; built with `--features cuda`.
+
+mod attention;
+mod matmul;
+mod support;

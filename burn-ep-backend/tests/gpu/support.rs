@@ -1,0 +1,64 @@
+//! Inputs, the low-precision rule and the two backends that it compares.
+
+use burn::tensor::{FloatDType, Tensor, TensorData, backend::Backend};
+use burn_cubecl::CubeBackend;
+use burn_flex::Flex;
+use cubecl::cuda::CudaRuntime;
+
+pub type Gpu = burn::backend::Autodiff<CubeBackend<CudaRuntime, f32, i32, u8>>;
+pub type Cpu = burn::backend::Autodiff<Flex>;
+
+/// `||a - b|| / ||b||`.
+pub fn relative(a: &[f32], b: &[f32]) -> f64 {
+    assert_eq!(a.len(), b.len());
+    let (mut diff, mut norm) = (0f64, 0f64);
+    for (x, y) in a.iter().zip(b) {
+        assert!(x.is_finite(), "not finite: {x}");
+        diff += f64::from(x - y).powi(2);
+        norm += f64::from(*y).powi(2);
+    }
+    (diff / norm.max(1e-30)).sqrt()
+}
+
+/// bf16-representable numbers around zero with variance about 1.
+pub fn random(shape: &[usize], seed: u64) -> TensorData {
+    // a small generator of our own: both backends must see the same numbers
+    let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        state ^= state << 13;
+        state ^= state >> 7;
+        state ^= state << 17;
+        (state >> 40) as f32 / (1u64 << 24) as f32 - 0.5
+    };
+    let n = shape.iter().product();
+    let values: Vec<f32> = (0..n)
+        .map(|_| half::bf16::from_f32(2.0 * (next() + next() + next())).to_f32())
+        .collect();
+    TensorData::new(values, shape.to_vec())
+}
+
+/// Applies the rule to every output: `gpu` ran in bf16 on the GPU, `exact` in fp32 and `plain` in bf16 on the CPU.
+pub fn compare(name: &str, gpu: Vec<Vec<f32>>, exact: Vec<Vec<f32>>, plain: Vec<Vec<f32>>) {
+    for (i, ((g, e), p)) in gpu.iter().zip(&exact).zip(&plain).enumerate() {
+        let (ours, theirs) = (relative(g, e), relative(p, e));
+        println!("{name} output {i}: {ours:.2e} (plain bf16 {theirs:.2e})");
+        assert!(
+            ours <= 2.0 * theirs + 2e-3,
+            "{name} output {i}: error {ours:.3e}, plain bf16 path {theirs:.3e}"
+        );
+    }
+}
+
+/// Values of `t` on the host, in fp32.
+pub fn host<B: Backend, const D: usize>(t: Tensor<B, D>) -> Vec<f32> {
+    t.cast(FloatDType::F32).into_data().convert::<f32>().into_vec().expect("fp32 data")
+}
+
+#[test]
+fn random_numbers_are_spread() {
+    // the comparisons above mean nothing on constant inputs
+    let values = random(&[1000], 7).into_vec::<f32>().expect("fp32");
+    let mean = values.iter().sum::<f32>() / 1000.0;
+    let var = values.iter().map(|v| (v - mean).powi(2)).sum::<f32>() / 1000.0;
+    assert!(mean.abs() < 0.15 && (0.5..2.0).contains(&var), "mean {mean}, variance {var}");
+}
