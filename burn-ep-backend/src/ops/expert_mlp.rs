@@ -351,6 +351,49 @@ mod tests {
     }
 
     #[test]
+    fn mixed_dtypes_keep_their_own() {
+        let mut case = cases().remove(0);
+        case.bias = true;
+        let (t, k, e, d, f, f_up) = (case.t(), case.k, case.e, case.d, case.f, case.f_up());
+        let inputs = case.inputs();
+        let order = sort_by_expert(ints::<Flex, 2>(&case.ids, [t, k]), e).unwrap().prim();
+        let two = |i: usize, shape, dtype| check::float(tensor::<Flex, 2>(&inputs[i], shape, dtype));
+        let three = |i: usize, shape| check::float(tensor::<Flex, 3>(&inputs[i], shape, DType::F32));
+        let (x, grad) = (two(0, [t, d], DType::BF16), two(6, [t, d], DType::BF16));
+        let weights = Some(two(1, [t, k], DType::BF16));
+        let experts = ExpertWeightsPrim::<Flex> {
+            up: three(2, [e, f_up, d]),
+            up_bias: Some(two(4, [e, f_up], DType::F16)),
+            down: three(3, [e, d, f]),
+            down_bias: Some(two(5, [e, d], DType::F32)),
+        };
+        let expected = case.run(&inputs, DType::F32, true);
+        for kernel in [true, false] {
+            let (out, grads) = if kernel {
+                let out = Flex::expert_mlp(x.clone(), &order, weights.clone(), &experts, k, case.activation);
+                let (x, grad, up) = (x.clone(), grad.clone(), out.up_rf.clone());
+                let grads = Flex::expert_mlp_backward(grad, x, up, &order, weights.clone(), &experts, k, case.activation);
+                (out.out_td, grads)
+            } else {
+                use reference::expert_mlp as plain;
+                let out = plain::expert_mlp::<Flex>(x.clone(), &order, weights.clone(), &experts, k, case.activation);
+                let (x, grad, up) = (x.clone(), grad.clone(), out.up_rf.clone());
+                let grads = plain::expert_mlp_backward::<Flex>(grad, x, up, &order, weights.clone(), &experts, k, case.activation);
+                (out.out_td, grads)
+            };
+            let found = [&out, &grads.x_td, grads.weights_tk.as_ref().unwrap(), &grads.up, &grads.down];
+            assert_eq!(
+                found.map(|t| t.dtype()),
+                [DType::BF16, DType::BF16, DType::BF16, DType::F32, DType::F32]
+            );
+            let biases = [grads.up_bias.as_ref().unwrap().dtype(), grads.down_bias.as_ref().unwrap().dtype()];
+            assert_eq!(biases, [DType::F16, DType::F32]);
+            let (name, _, expected) = &expected[0];
+            assert_close(name, &f64s(check::tensor::<Flex, 2>(out)), expected, 2e-2);
+        }
+    }
+
+    #[test]
     fn sizes_are_checked_by_name() {
         let order = sort_by_expert(ints::<Flex, 2>(&[0, 1], [2, 1]), 2).unwrap();
         let run = |up: [usize; 3], down: [usize; 3], bias: Option<[usize; 2]>| {

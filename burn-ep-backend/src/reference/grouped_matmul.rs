@@ -13,7 +13,8 @@ pub fn grouped_matmul<B: Backend>(rows: FloatTensor<B>, weight: FloatTensor<B>, 
     let weight_eoi = tensor::<B, 3>(weight);
     let out = weight_eoi.dims()[1];
     primitive(each_group(tensor(rows), offsets, out, |rows_ri, e| {
-        rows_ri.matmul(weight_of(&weight_eoi, e).transpose())
+        let weight_oi = weight_of(&weight_eoi, e).cast(rows_ri.dtype());
+        rows_ri.matmul(weight_oi.transpose())
     }))
 }
 
@@ -22,7 +23,8 @@ pub fn grad_rows<B: Backend>(grad: FloatTensor<B>, weight: FloatTensor<B>, offse
     let weight_eoi = tensor::<B, 3>(weight);
     let inner = weight_eoi.dims()[2];
     primitive(each_group(tensor(grad), offsets, inner, |grad_ro, e| {
-        grad_ro.matmul(weight_of(&weight_eoi, e))
+        let weight_oi = weight_of(&weight_eoi, e).cast(grad_ro.dtype());
+        grad_ro.matmul(weight_oi)
     }))
 }
 
