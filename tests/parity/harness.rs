@@ -18,6 +18,8 @@ use burn_moe_tests::fixture_model::{Model, adamw, gradients, logits, open, param
 /// Relative tolerance of logits and losses, and of gradients.
 const VALUE: f64 = 1e-5;
 const GRADIENT: f64 = 1e-4;
+/// Of what two optimizer steps change: about one rounding of the parameters.
+const CHANGE: f64 = 1e-3;
 
 /// Checks the fp32 runs of a fixture, and the bf16 run if it has one.
 pub fn check(family: &str, case: &str) {
@@ -141,17 +143,22 @@ fn check_training(fixture: &Fixture, run: &Run, label: &str, mut model: Model) {
         model = optimizer.step::<Train, _>(model, &mut grads, expected.lr, factor).expect("a step");
     }
 
-    // A step of Adam is about the sign of the gradient, so single values of tiny gradients may differ; norms do not.
+    // A step of Adam is about the sign of the gradient, so single values may differ where a gradient is nearly zero; norms do
+    // not. Fixtures with `after` use an epsilon that makes the step smooth.
     let after = parameters(&model);
+    let change = |name: &str, after: &[f32]| -> Vec<f32> {
+        let before = &before[path_of(name)].values;
+        after.iter().zip(before).map(|(a, b)| a - b).collect()
+    };
     for (name, norm) in &expected.change_norms {
-        let name = path_of(name);
-        let zeros = vec![0.0; after[name].values.len()];
-        let change: Vec<f32> = after[name].values.iter().zip(&before[name].values).map(|(a, b)| a - b).collect();
-        close(&format!("{label}: change of {name}"), relative_error(&change, &zeros), *norm, 1e-3);
+        let found = change(name, &after[path_of(name)].values);
+        let zeros = vec![0.0; found.len()];
+        close(&format!("{label}: change of {name}"), relative_error(&found, &zeros), *norm, CHANGE);
     }
     for (name, expected) in fixture.tensors_under(&format!("{}.after.", run.name)) {
-        let error = relative_error(&after[path_of(name)].values, &expected.values);
-        assert!(error <= 1e-5, "{label}: {name} after two steps is off by {error:.2e}");
+        let found = change(name, &after[path_of(name)].values);
+        let error = relative_error(&found, &change(name, &expected.values));
+        assert!(error <= CHANGE, "{label}: change of {name} in two steps is off by {error:.2e}");
     }
 }
 
