@@ -21,7 +21,8 @@ impl Chunk {
         let (first, carried) = (start..start + len)
             .map(|token| {
                 let doc = doc_start.map_or(0, |doc| doc[token].max(0) as usize);
-                (doc.saturating_sub(start), doc < start.max(1))
+                // A start behind the token itself is not valid; read it as a document of its own.
+                (doc.min(token).saturating_sub(start), doc < start.max(1))
             })
             .unzip();
         Self {

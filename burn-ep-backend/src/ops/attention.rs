@@ -33,6 +33,9 @@ pub struct Attention<B: MoeBackend> {
 }
 
 /// q `[B, Sq, H, Dk]`, k `[B, Skv, Hkv, Dk]`, v `[B, Skv, Hkv, Dv]`; see [`MoeBackend::flash_attention`].
+///
+/// # Errors
+/// A shape or setting that does not fit, by name.
 pub fn attention<B: MoeBackend>(
     q_bshd: Tensor<B, 4>,
     k_bshd: Tensor<B, 4>,
@@ -81,4 +84,54 @@ pub fn attention<B: MoeBackend>(
         out_bshd: check::tensor(out.out_bshd),
         lse_bhs: check::tensor(out.lse_bhs),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_flex::Flex;
+    use burn_std::DType;
+
+    use super::*;
+    use crate::testing::{bools, ints, tensor};
+
+    type Shape = [usize; 4];
+
+    fn message(q: Shape, k: Shape, v: Shape, sink: usize, mask: &AttentionMask<Flex>, window: Option<usize>) -> String {
+        let zeros = |shape: Shape| tensor::<Flex, 4>(&vec![0.0; shape.iter().product()], shape, DType::F32);
+        let sink = tensor::<Flex, 1>(&vec![0.0; sink], [sink], DType::F32);
+        let desc = AttentionDesc {
+            causal: true,
+            window,
+            scale: 1.0,
+        };
+        let out = attention(zeros(q), zeros(k), zeros(v), Some(sink), mask, &desc);
+        out.map_or_else(|error| error.to_string(), |_| "accepted".into())
+    }
+
+    #[test]
+    fn misfits_are_named() {
+        let (q, kv) = ([1, 3, 4, 8], [1, 5, 2, 8]);
+        let none = AttentionMask::default();
+        assert_eq!(message(q, kv, kv, 4, &none, Some(1)), "accepted");
+        let docs = AttentionMask {
+            doc_start_bs: Some(ints(&[0; 5], [1, 5])),
+            key_visible_bs: None,
+        };
+        let keys = AttentionMask {
+            doc_start_bs: None,
+            key_visible_bs: Some(bools(&[true; 3], [1, 3])),
+        };
+        for (found, name) in [
+            (message(q, [1, 5, 2, 7], kv, 4, &none, None), "`k`"),
+            (message(q, kv, [1, 4, 2, 8], 4, &none, None), "`v`"),
+            (message(q, [1, 5, 3, 8], [1, 5, 3, 8], 4, &none, None), "`key heads`"),
+            (message(q, [1, 2, 2, 8], [1, 2, 2, 8], 4, &none, None), "`key length`"),
+            (message(q, kv, kv, 4, &none, Some(0)), "`window`"),
+            (message(q, kv, kv, 3, &none, None), "`sink`"),
+            (message(q, kv, kv, 4, &docs, None), "`doc_start`"),
+            (message(q, kv, kv, 4, &keys, None), "`key_visible`"),
+        ] {
+            assert!(found.contains(name), "{found}");
+        }
+    }
 }

@@ -7,6 +7,9 @@ use crate::{MoeBackend, Result};
 
 /// `[B, S, C]` with `weight [C, Kw]`; see [`MoeBackend::causal_conv1d`]. `history [B, Kw - 1, C]` is for decoding and
 /// gets no gradient.
+///
+/// # Errors
+/// A shape or setting that does not fit, by name.
 pub fn causal_conv1d<B: MoeBackend>(
     x_bsc: Tensor<B, 3>,
     weight_ck: Tensor<B, 2>,

@@ -6,6 +6,9 @@ use super::check;
 use crate::{MoeBackend, NormDesc, Result};
 
 /// RMSNorm over the last axis with weight `[D]`; statistics in fp32 (Zhang and Sennrich 2019).
+///
+/// # Errors
+/// A shape or setting that does not fit, by name.
 pub fn rms_norm<B: MoeBackend, const R: usize>(x: Tensor<B, R>, weight_d: Tensor<B, 1>, desc: &NormDesc) -> Result<Tensor<B, R>> {
     let d = x.dims()[R - 1];
     check::shape("rms_norm", "weight", weight_d.dims(), [d], "[D]")?;
@@ -13,6 +16,9 @@ pub fn rms_norm<B: MoeBackend, const R: usize>(x: Tensor<B, R>, weight_d: Tensor
 }
 
 /// `RMSNorm_groups(y * silu(z)) * weight`, statistics over each of `groups` equal parts of the last axis.
+///
+/// # Errors
+/// A shape or setting that does not fit, by name.
 pub fn gated_rms_norm<B: MoeBackend, const R: usize>(
     y: Tensor<B, R>,
     z: Tensor<B, R>,
@@ -38,4 +44,35 @@ pub fn gated_rms_norm<B: MoeBackend, const R: usize>(
         groups,
         eps,
     )))
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_flex::Flex;
+    use burn_std::DType;
+
+    use super::*;
+    use crate::NormRounding;
+    use crate::testing::tensor;
+
+    #[test]
+    fn misfits_are_named() {
+        let x = || tensor::<Flex, 2>(&[0.0; 12], [2, 6], DType::F32);
+        let weight = |d: usize| tensor::<Flex, 1>(&vec![0.0; d], [d], DType::F32);
+        let desc = NormDesc {
+            eps: 1e-5,
+            rounding: NormRounding::Llama,
+        };
+        let refusals = [
+            (rms_norm(x(), weight(5), &desc), "`weight`"),
+            (gated_rms_norm(x(), x(), weight(6), 4, 1e-5), "`groups`"),
+            (gated_rms_norm(x(), x(), weight(6), 0, 1e-5), "`groups`"),
+            (gated_rms_norm(x(), x().transpose().reshape([3, 4]), weight(6), 2, 1e-5), "`z`"),
+            (gated_rms_norm(x(), x(), weight(3), 2, 1e-5), "`weight`"),
+        ];
+        for (result, name) in refusals {
+            let found = result.expect_err("refused").to_string();
+            assert!(found.contains(name), "{found}");
+        }
+    }
 }

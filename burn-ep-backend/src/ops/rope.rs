@@ -6,6 +6,9 @@ use super::check;
 use crate::{MoeBackend, Result, RopeLayout};
 
 /// Rotate the first `2 * cos.dims()[2]` channels of `[B, S, H, D]`; cos and sin are `[B or 1, S, D_rot / 2]` and get no gradient.
+///
+/// # Errors
+/// A shape or setting that does not fit, by name.
 pub fn rope<B: MoeBackend>(x_bshd: Tensor<B, 4>, cos: Tensor<B, 3>, sin: Tensor<B, 3>, layout: RopeLayout) -> Result<Tensor<B, 4>> {
     let op = "rope";
     let [b, s, _, d] = x_bshd.dims();

@@ -29,6 +29,9 @@ pub struct SsdOutput<B: MoeBackend> {
 }
 
 /// `S_t = exp(A d_t) S_{t-1} + d_t x_t B_t^T`, `y_t = S_t C_t + D x_t` with `d = clamp(softplus(dt + dt_bias))`.
+///
+/// # Errors
+/// A shape or setting that does not fit, by name.
 pub fn ssd_scan<B: MoeBackend>(input: SsdInput<B>, desc: &SsdDesc) -> Result<SsdOutput<B>> {
     let op = "ssd_scan";
     let [b, s, h, p] = input.x_bshp.dims();
@@ -70,4 +73,76 @@ pub fn ssd_scan<B: MoeBackend>(input: SsdInput<B>, desc: &SsdDesc) -> Result<Ssd
         y_bshp: check::tensor(out.y),
         final_state_bhpn: check::tensor(out.final_state),
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use burn_flex::Flex;
+    use burn_std::DType;
+
+    use super::*;
+    use crate::testing::{f64s, ints, tensor, values};
+
+    fn input(s: usize) -> SsdInput<Flex> {
+        let four = |shape: [usize; 4]| tensor(&values(1, shape.iter().product()), shape, DType::F32);
+        let one = || tensor(&values(2, 4), [4], DType::F32);
+        SsdInput {
+            x_bshp: four([1, s, 4, 3]),
+            dt_bsh: tensor(&values(3, s * 4), [1, s, 4], DType::F32),
+            a_log_h: one(),
+            b_bsgn: four([1, s, 2, 5]),
+            c_bsgn: four([1, s, 2, 5]),
+            d_h: one(),
+            dt_bias_h: one(),
+            initial_state_bhpn: None,
+            doc_start_bs: None,
+        }
+    }
+
+    const DESC: SsdDesc = SsdDesc {
+        chunk: 2,
+        dt_min: 0.0,
+        dt_max: 1.0,
+    };
+
+    #[test]
+    fn misfits_are_named() {
+        let message = |change: &dyn Fn(&mut SsdInput<Flex>, &mut SsdDesc)| {
+            let (mut input, mut desc) = (input(3), DESC);
+            change(&mut input, &mut desc);
+            ssd_scan(input, &desc).map_or_else(|error| error.to_string(), |_| "accepted".into())
+        };
+        assert_eq!(message(&|_, _| ()), "accepted");
+        for (found, name) in [
+            (message(&|_, desc| desc.chunk = 0), "`chunk`"),
+            (message(&|_, desc| desc.dt_min = 2.0), "`dt_min`"),
+            (message(&|_, desc| desc.dt_min = f32::NAN), "`dt_min`"),
+            (
+                message(&|input, _| input.b_bsgn = tensor(&[0.0; 45], [1, 3, 3, 5], DType::F32)),
+                "`groups`",
+            ),
+            (
+                message(&|input, _| input.c_bsgn = tensor(&[0.0; 24], [1, 3, 2, 4], DType::F32)),
+                "`c`",
+            ),
+            (message(&|input, _| input.dt_bsh = tensor(&[0.0; 9], [1, 3, 3], DType::F32)), "`dt`"),
+            (message(&|input, _| input.d_h = tensor(&[0.0; 3], [3], DType::F32)), "`d`"),
+            (message(&|input, _| input.doc_start_bs = Some(ints(&[0; 2], [1, 2]))), "`doc_start`"),
+        ] {
+            assert!(found.contains(name), "{found}");
+        }
+    }
+
+    // Values of `doc_start` are not read back by the check; a start behind its token must not break a kernel.
+    #[test]
+    fn document_starts_behind_their_token_do_not_panic() {
+        let run = |docs: &[usize]| {
+            let packed = SsdInput {
+                doc_start_bs: Some(ints(docs, [1, 5])),
+                ..input(5)
+            };
+            f64s(ssd_scan(packed, &DESC).expect("valid shapes").y_bshp)
+        };
+        assert_eq!(run(&[0, 9, 3, 3, 4]), run(&[0, 1, 2, 3, 4]));
+    }
 }

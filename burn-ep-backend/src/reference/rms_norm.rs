@@ -108,6 +108,21 @@ mod tests {
         assert!(w.grad(&grads).is_none());
     }
 
+    // Recomputing strategies drop outputs of cheap ops; what the op keeps must not depend on them.
+    #[test]
+    fn gradients_survive_checkpointing() {
+        use burn_autodiff::{Autodiff, checkpoint::strategy::BalancedCheckpointing};
+        use burn_tensor::backend::AutodiffBackend;
+        fn gradients<B: AutodiffBackend + crate::MoeBackend>() -> [Vec<f64>; 2] {
+            let x = tensor::<B, 2>(&values(1, 12), [3, 4], DType::F32).require_grad();
+            let w = tensor::<B, 1>(&values(2, 4), [4], DType::F32).require_grad();
+            let out = ops::rms_norm(x.clone() * 2.0 + 1.0, w.clone().exp(), &LLAMA).expect("valid shapes");
+            let grads = (out.clone() * out).sum().backward();
+            [f64s(x.grad(&grads).expect("dx")), f64s(w.grad(&grads).expect("dw"))]
+        }
+        assert_eq!(gradients::<Autodiff<Flex, BalancedCheckpointing>>(), gradients::<Ad>());
+    }
+
     // The Llama form rounds y and the product, the GPT-OSS form only the product; kernel and reference agree bit for bit.
     #[test]
     fn rounds_where_the_family_rounds() {

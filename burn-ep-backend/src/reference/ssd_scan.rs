@@ -191,11 +191,13 @@ impl<B: Backend> Scan<B> {
         let shape = [b, len, len];
         let i_bqq = rows.clone().reshape([1, len, 1]).expand(shape);
         let j_bqq = rows.reshape([1, 1, len]).expand(shape);
-        let causal = j_bqq.clone().lower_equal(i_bqq);
+        let causal = j_bqq.clone().lower_equal(i_bqq.clone());
         let doc_bq = match &self.doc_start_bs {
             Some(doc_bs) => doc_bs.clone().narrow(1, start, len).cast(j_bqq.dtype()),
             None => Tensor::zeros([b, len], (&device, j_bqq.dtype())),
         };
+        // A start behind the token itself is not valid; read it as a document of its own.
+        let doc_bq = doc_bq.min_pair(i_bqq.clone().narrow(2, 0, 1).squeeze_dim::<2>(2));
         let same_document = j_bqq.greater_equal(doc_bq.clone().unsqueeze_dim::<3>(2).expand(shape));
         (causal.bool_and(same_document), doc_bq.lower_elem(start.max(1) as i64))
     }
