@@ -2,20 +2,63 @@
 //!
 //! Ranks are threads with a [`LocalCommunicator`].
 
+mod checkpoint;
 mod layer;
+mod model;
 
+use std::collections::BTreeMap;
+use std::ops::Range;
 use std::thread;
 use std::time::Duration;
 
+use burn::tensor::{Device, FloatDType};
 use burn_ep_backend::comm::{CommHandle, EpGroup, LocalCommunicator};
+use burn_moe::backend::Train;
+use burn_moe::batch::{HostBatch, IGNORE_INDEX};
+use burn_moe::optim::AdamWConfig;
+use burn_moe::train::{Decay, Schedule, Trainer, TrainerConfig};
+use burn_moe_models::{AutoConfig, AutoModelForCausalLm, FromConfigOptions};
+
+/// Routed experts of both models below.
+const EXPERTS: usize = 8;
+/// Rows and tokens per row of the global batch.
+const ROWS: usize = 4;
+const SEQ: usize = 7;
+/// With initial values of this size and this learning rate, fp32 rounding alone moves gradients of the second step by at
+/// most half the tolerance of 1e-5 (measured; with twice the range by more than the tolerance).
+const LEARNING_RATE: f64 = 0.01;
+
+type Model = AutoModelForCausalLm<Train>;
+
+/// Every kind of layer that Nemotron-H has; experts at a latent width.
+const NEMOTRON: &str = r#"{
+    "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "dtype": "float32",
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "mlp", "moe"],
+    "vocab_size": 64, "hidden_size": 16, "intermediate_size": 20, "head_dim": 4,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+    "mamba_num_heads": 4, "mamba_head_dim": 8, "n_groups": 2, "ssm_state_size": 8, "conv_kernel": 4, "chunk_size": 4,
+    "n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "moe_latent_size": 8,
+    "moe_shared_expert_intermediate_size": 12, "n_shared_experts": 1, "norm_topk_prob": true,
+    "routed_scaling_factor": 2.5, "n_group": 1, "topk_group": 1, "initializer_range": 0.15
+}"#;
+
+/// With the load-balancing loss, whose statistics are those of all ranks.
+const QWEN: &str = r#"{
+    "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "dtype": "float32",
+    "num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 16, "intermediate_size": 20, "head_dim": 8,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64,
+    "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": true,
+    "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": true, "router_aux_loss_coef": 0.05,
+    "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false, "initializer_range": 0.15
+}"#;
 
 /// Runs `f` on `world` ranks at once; results in rank order. A rank that fails ends the others within seconds.
-pub fn on_ranks<T: Send>(world: usize, f: impl Fn(EpGroup) -> T + Sync) -> Vec<T> {
+fn on_ranks<T: Send>(world: usize, f: impl Fn(EpGroup) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let threads: Vec<_> = LocalCommunicator::group(world)
             .into_iter()
             .map(|comm| {
-                let ep = EpGroup::new(CommHandle::new(comm.with_timeout(Duration::from_secs(10))));
+                let ep = EpGroup::new(CommHandle::new(comm.with_timeout(Duration::from_secs(30))));
                 scope.spawn(|| f(ep))
             })
             .collect();
@@ -27,7 +70,7 @@ pub fn on_ranks<T: Send>(world: usize, f: impl Fn(EpGroup) -> T + Sync) -> Vec<T
 }
 
 /// Largest difference, relative to the largest expected value.
-pub fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
+fn max_error(found: &[f32], expected: &[f32]) -> f64 {
     assert_eq!(found.len(), expected.len());
     let scale = expected.iter().fold(0.0f64, |m, v| m.max(f64::from(v.abs())));
     let worst = found
@@ -36,4 +79,105 @@ pub fn relative_error(found: &[f32], expected: &[f32]) -> f64 {
         .map(|(f, e)| (f64::from(*f) - f64::from(*e)).abs())
         .fold(0.0f64, |m, d| if d.is_nan() { f64::NAN } else { m.max(d) });
     if worst == 0.0 { 0.0 } else { worst / scale }
+}
+
+/// This rank's slice of a model whose values depend on the seed alone.
+fn model(config: &str, ep: &EpGroup) -> Model {
+    let options = FromConfigOptions {
+        dtype: Some(FloatDType::F32),
+        seed: 11,
+        ep: Some(ep.clone()),
+    };
+    Model::from_config(&AutoConfig::from_text(config).unwrap(), &options, &Device::<Train>::default()).unwrap()
+}
+
+/// Some rows of the global batch of a step. Labels of `ignored` rows do not count.
+fn batch(step: usize, rows: Range<usize>, ignored: &[usize]) -> HostBatch {
+    let token = |row: usize, i: usize| ((step * 29 + row * 13 + i * i * 7 + i * 3) % 64) as i32;
+    let tokens: Vec<(usize, i32)> = rows.clone().flat_map(|row| (0..SEQ).map(move |i| (row, token(row, i)))).collect();
+    HostBatch {
+        batch: rows.len(),
+        seq: SEQ,
+        input_ids: tokens.iter().map(|(_, id)| *id).collect(),
+        labels: tokens
+            .iter()
+            .map(|(row, id)| if ignored.contains(row) || id % 11 == 0 { IGNORE_INDEX } else { *id })
+            .collect(),
+        ..HostBatch::default()
+    }
+}
+
+/// The rows of one rank, an equal share of all.
+fn share(ep: &EpGroup) -> Range<usize> {
+    let rows = ROWS / ep.size();
+    ep.rank() * rows..(ep.rank() + 1) * rows
+}
+
+/// Constant learning rate; an epsilon at which the update is not just the sign of the gradient, so that rounding noise in
+/// tiny gradients stays tiny.
+fn trainer_config(lr: f64) -> TrainerConfig {
+    TrainerConfig {
+        schedule: Schedule {
+            lr,
+            decay: Decay::Constant,
+            ..Schedule::default()
+        },
+        optimizer: AdamWConfig {
+            eps: 1e-2,
+            ..AdamWConfig::default()
+        },
+        ..TrainerConfig::default()
+    }
+}
+
+fn trainer(model: Model, lr: f64, ep: &EpGroup) -> Trainer<Train, Model> {
+    Trainer::new(model, trainer_config(lr), Device::<Train>::default(), Some(ep.clone())).unwrap()
+}
+
+/// Values of every parameter by path.
+fn parameters(model: &Model) -> BTreeMap<String, Vec<f32>> {
+    use burn::module::{Module, ModuleVisitor, Param};
+    use burn::tensor::Tensor;
+    use burn_moe::optim::PathStack;
+
+    #[derive(Default)]
+    struct Reader {
+        path: PathStack,
+        values: BTreeMap<String, Vec<f32>>,
+    }
+
+    impl ModuleVisitor<Train> for Reader {
+        fn enter_module(&mut self, name: &str, container_type: &str) {
+            self.path.enter(name, container_type);
+        }
+
+        fn exit_module(&mut self, _name: &str, container_type: &str) {
+            self.path.exit(container_type);
+        }
+
+        fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Train, D>>) {
+            let values = param.val().into_data().to_vec().unwrap();
+            self.values.insert(self.path.path(), values);
+        }
+    }
+
+    let mut reader = Reader::default();
+    model.visit(&mut reader);
+    reader.values
+}
+
+fn is_expert(path: &str) -> bool {
+    path.split('.').any(|name| name == "experts")
+}
+
+/// One map of whole tensors from the maps of all ranks: experts joined in rank order, the others as rank 0 has them.
+fn join(ranks: &[BTreeMap<String, Vec<f32>>]) -> BTreeMap<String, Vec<f32>> {
+    let whole = |(path, values): (&String, &Vec<f32>)| {
+        let values = match is_expert(path) {
+            true => ranks.iter().flat_map(|rank| rank[path].clone()).collect(),
+            false => values.clone(),
+        };
+        (path.clone(), values)
+    };
+    ranks[0].iter().map(whole).collect()
 }
