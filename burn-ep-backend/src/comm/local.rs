@@ -4,11 +4,11 @@
 //! what is addressed to it. A rank that is ahead may post its next rounds while others still wait in this one.
 
 use std::collections::BTreeMap;
-use std::fmt;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use super::Communicator;
+use super::round::{Call, Part, RankState, Round, State};
 use crate::error::{OpError, Result};
 
 /// How long a rank waits for the others unless told otherwise.
@@ -67,7 +67,7 @@ impl LocalCommunicator {
         let round = state.rounds.entry(sequence).or_insert_with(|| Round {
             call,
             opened_by: self.rank,
-            parts: Vec::from_iter((0..self.hub.world).map(|_| None)),
+            parts: (0..self.hub.world).map(|_| None).collect(),
             taken: 0,
         });
         if round.call != call {
@@ -228,118 +228,6 @@ impl Hub {
     fn lock(&self) -> MutexGuard<'_, State> {
         // A panic inside the lock leaves at worst an unfinished round, which the timeout reports.
         self.state.lock().unwrap_or_else(|e| e.into_inner())
-    }
-}
-
-#[derive(Debug)]
-struct State {
-    /// Rounds that some rank has not left yet, by sequence number.
-    rounds: BTreeMap<u64, Round>,
-    ranks: Vec<RankState>,
-    /// Why the group has ended.
-    failure: Option<String>,
-}
-
-impl State {
-    fn refuse_failed(&self) -> Result<(), String> {
-        match &self.failure {
-            Some(why) => Err(format!("the group has ended: {why}")),
-            None => Ok(()),
-        }
-    }
-
-    fn describe(&self, rank: usize) -> String {
-        match self.ranks[rank].last {
-            Some((sequence, call)) => format!("rank {rank} (its last operation: {sequence}, {call})"),
-            None => format!("rank {rank} (it has not called any operation)"),
-        }
-    }
-}
-
-#[derive(Debug, Clone, Default)]
-struct RankState {
-    /// Sequence number of this rank's next operation.
-    next: u64,
-    last: Option<(u64, Call)>,
-    /// Its communicator was dropped.
-    gone: bool,
-}
-
-/// One operation of the group.
-#[derive(Debug)]
-struct Round {
-    call: Call,
-    opened_by: usize,
-    parts: Vec<Option<Part>>,
-    /// Ranks that have taken their result.
-    taken: usize,
-}
-
-impl Round {
-    fn missing(&self) -> Vec<usize> {
-        (0..self.parts.len()).filter(|&r| self.parts[r].is_none()).collect()
-    }
-}
-
-/// What all ranks must agree on.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-struct Call {
-    op: &'static str,
-    /// Values reduced.
-    len: Option<usize>,
-}
-
-impl Call {
-    fn new(op: &'static str) -> Self {
-        Self { op, len: None }
-    }
-
-    fn reduce(op: &'static str, len: usize) -> Self {
-        Self { op, len: Some(len) }
-    }
-}
-
-impl fmt::Display for Call {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.len {
-            Some(len) => write!(f, "{} of {len} values", self.op),
-            None => f.write_str(self.op),
-        }
-    }
-}
-
-/// What one rank gives to a round.
-#[derive(Debug)]
-enum Part {
-    Nothing,
-    /// One payload for each rank.
-    ForEach(Vec<Vec<u8>>),
-    /// A payload that was meant for one rank.
-    ForOne(Vec<u8>),
-    ForAll(Arc<Vec<u8>>),
-    F32(Arc<Vec<f32>>),
-    F64(Arc<Vec<f64>>),
-}
-
-impl Part {
-    /// The share of `rank`: moved out when it is for that rank alone.
-    fn share(&mut self, rank: usize) -> Self {
-        match self {
-            Self::Nothing => Self::Nothing,
-            Self::ForEach(payloads) => Self::ForOne(std::mem::take(&mut payloads[rank])),
-            Self::ForOne(bytes) => Self::ForOne(std::mem::take(bytes)),
-            Self::ForAll(bytes) => Self::ForAll(bytes.clone()),
-            Self::F32(values) => Self::F32(values.clone()),
-            Self::F64(values) => Self::F64(values.clone()),
-        }
-    }
-
-    fn bytes(&mut self) -> Vec<u8> {
-        match self {
-            Self::ForOne(bytes) => std::mem::take(bytes),
-            Self::ForAll(bytes) => bytes.to_vec(),
-            _ => Vec::new(),
-        }
     }
 }
 

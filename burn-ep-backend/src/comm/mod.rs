@@ -6,6 +6,7 @@
 
 mod group;
 mod local;
+mod round;
 
 use std::sync::{Arc, Mutex};
 
