@@ -24,8 +24,8 @@ const EXPERTS: usize = 8;
 /// Rows and tokens per row of the global batch.
 const ROWS: usize = 4;
 const SEQ: usize = 7;
-/// Small, like the initial values of the models: fp32 rounding alone moves gradients of the second step by half the
-/// tolerance of 1e-5 (measured; with twice the initial range by more than the tolerance).
+/// Small, like the initial values of the models: with twice the initial range, fp32 rounding alone moves gradients of the
+/// second step by more than the tolerance of 1e-5 (measured).
 const LEARNING_RATE: f64 = 0.01;
 
 type Model = AutoModelForCausalLm<Train>;
