@@ -4,6 +4,7 @@
 //! cargo run --release --example burn_learner
 //! ```
 
+use std::collections::{BTreeMap, HashMap};
 use std::sync::Arc;
 
 use burn::data::dataloader::batcher::Batcher;
@@ -18,7 +19,11 @@ use burn_moe::train::learner::{ExpertLoadMetric, TokensPerSecondMetric, learner}
 use burn_moe::train::{Schedule, TrainerConfig};
 use burn_moe_examples::asset;
 use burn_moe_models::{AutoModelForCausalLm, FromPretrainedOptions};
-use burn_train::metric::LossMetric;
+use burn_train::metric::{LossMetric, MetricDefinition, MetricId};
+use burn_train::renderer::{
+    EvaluationName, EvaluationProgress, MetricState, MetricsRenderer, MetricsRendererEvaluation, MetricsRendererTraining, ProgressType,
+    TrainingProgress,
+};
 use burn_train::{Interrupter, SupervisedTraining};
 
 /// Batches come collated, in shuffled order; an item of the learner is the list of micro-batches of one step.
@@ -33,6 +38,52 @@ impl<B: Backend> Batcher<B, HostBatch, Vec<HostBatch>> for OneStep {
 
 fn steps<B: Backend>(batches: Vec<HostBatch>) -> Arc<dyn DataLoader<B, Vec<HostBatch>>> {
     DataLoaderBuilder::new(OneStep).batch_size(1).build(InMemDataset::new(batches))
+}
+
+/// Prints the training metrics every tenth step. (Burn's terminal dashboard is its feature `tui`.)
+#[derive(Default)]
+struct Lines {
+    names: HashMap<MetricId, String>,
+    latest: BTreeMap<String, String>,
+}
+
+impl Lines {
+    fn update(&mut self, state: MetricState) {
+        let (MetricState::Generic(entry) | MetricState::Numeric(entry, _)) = state;
+        let name = self.names.get(&entry.metric_id).cloned().unwrap_or_default();
+        self.latest.insert(name, entry.serialized_entry.formatted);
+    }
+
+    fn print(&self, phase: &str, progress: &TrainingProgress) {
+        let Some(items) = progress.progress.as_ref().filter(|p| p.items_processed.is_multiple_of(10)) else {
+            return;
+        };
+        let metrics: Vec<String> = self.latest.iter().map(|(name, value)| format!("{name}: {value}")).collect();
+        println!("{phase} {}/{} {}", items.items_processed, items.items_total, metrics.join(" | "));
+    }
+}
+
+impl MetricsRendererTraining for Lines {
+    fn update_train(&mut self, state: MetricState) {
+        self.update(state);
+    }
+    fn update_valid(&mut self, _state: MetricState) {}
+    fn render_train(&mut self, progress: TrainingProgress, _indicators: Vec<ProgressType>) {
+        self.print("train", &progress);
+    }
+    fn render_valid(&mut self, _progress: TrainingProgress, _indicators: Vec<ProgressType>) {}
+}
+
+impl MetricsRendererEvaluation for Lines {
+    fn update_test(&mut self, _name: EvaluationName, _state: MetricState) {}
+    fn render_test(&mut self, _progress: EvaluationProgress, _indicators: Vec<ProgressType>) {}
+}
+
+impl MetricsRenderer for Lines {
+    fn manual_close(&mut self) {}
+    fn register_metric(&mut self, definition: MetricDefinition) {
+        self.names.insert(definition.metric_id, definition.name);
+    }
 }
 
 fn main() -> Result<()> {
@@ -68,7 +119,9 @@ fn main() -> Result<()> {
     let (learner, failure) = learner::<Train, _>(model, &config, interrupter.clone())?;
     SupervisedTraining::new("out/burn_learner", steps::<Train>(batches), steps::<Infer>(valid))
         .metrics((LossMetric::<Infer>::new(), TokensPerSecondMetric::new(), ExpertLoadMetric::new()))
+        .renderer(Lines::default())
         .with_interrupter(interrupter)
+        .summary()
         .num_epochs(epochs)
         .launch(learner);
     match failure.take() {

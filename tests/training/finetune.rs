@@ -142,6 +142,25 @@ fn interrupted_and_resumed_equals_uninterrupted() {
 }
 
 #[test]
+fn expert_parallel_ranks_train_the_same_model() {
+    let root = tempfile::tempdir().unwrap();
+    let with = |name: &str, ep| FinetuneConfig {
+        ep,
+        ..config(&root.path().join(name))
+    };
+    let one = run(with("one", 1));
+    for (name, ep) in [("two", 2), ("four", 4)] {
+        let many = run(with(name, ep));
+        for (step, (a, b)) in one.losses.iter().zip(&many.losses).enumerate().take(2) {
+            assert!((a - b).abs() <= 1e-5 * a.abs(), "ep {ep}, step {step}: {b} instead of {a}");
+        }
+        let files = std::fs::read_dir(root.path().join(name)).unwrap().count();
+        assert!(files > 3);
+        logits(&root.path().join(name));
+    }
+}
+
+#[test]
 fn what_cannot_work_is_refused_before_training() {
     let root = tempfile::tempdir().unwrap();
     let blocked = root.path().join("file");
