@@ -40,38 +40,49 @@ fn steps<B: Backend>(batches: Vec<HostBatch>) -> Arc<dyn DataLoader<B, Vec<HostB
     DataLoaderBuilder::new(OneStep).batch_size(1).build(InMemDataset::new(batches))
 }
 
-/// Prints the training metrics every tenth step. (Burn's terminal dashboard is its feature `tui`.)
+/// Prints the metrics as lines. (Burn's terminal dashboard is its feature `tui`.)
 #[derive(Default)]
 struct Lines {
     names: HashMap<MetricId, String>,
-    latest: BTreeMap<String, String>,
+    train: BTreeMap<String, String>,
+    valid: BTreeMap<String, String>,
 }
 
 impl Lines {
-    fn update(&mut self, state: MetricState) {
+    fn entry(&self, state: MetricState) -> (String, String) {
         let (MetricState::Generic(entry) | MetricState::Numeric(entry, _)) = state;
         let name = self.names.get(&entry.metric_id).cloned().unwrap_or_default();
-        self.latest.insert(name, entry.serialized_entry.formatted);
+        (name, entry.serialized_entry.formatted)
     }
+}
 
-    fn print(&self, phase: &str, progress: &TrainingProgress) {
-        let Some(items) = progress.progress.as_ref().filter(|p| p.items_processed.is_multiple_of(10)) else {
-            return;
-        };
-        let metrics: Vec<String> = self.latest.iter().map(|(name, value)| format!("{name}: {value}")).collect();
+/// Every tenth step and the last one of a pass over the data.
+fn print(phase: &str, progress: &TrainingProgress, metrics: &BTreeMap<String, String>) {
+    let Some(items) = &progress.progress else { return };
+    if items.items_processed.is_multiple_of(10) || items.items_processed == items.items_total {
+        let metrics: Vec<String> = metrics
+            .iter()
+            .map(|(name, value)| format!("{name} {}", value.replace('\n', " ")))
+            .collect();
         println!("{phase} {}/{} {}", items.items_processed, items.items_total, metrics.join(" | "));
     }
 }
 
 impl MetricsRendererTraining for Lines {
     fn update_train(&mut self, state: MetricState) {
-        self.update(state);
+        let (name, value) = self.entry(state);
+        self.train.insert(name, value);
     }
-    fn update_valid(&mut self, _state: MetricState) {}
+    fn update_valid(&mut self, state: MetricState) {
+        let (name, value) = self.entry(state);
+        self.valid.insert(name, value);
+    }
     fn render_train(&mut self, progress: TrainingProgress, _indicators: Vec<ProgressType>) {
-        self.print("train", &progress);
+        print("train", &progress, &self.train);
     }
-    fn render_valid(&mut self, _progress: TrainingProgress, _indicators: Vec<ProgressType>) {}
+    fn render_valid(&mut self, progress: TrainingProgress, _indicators: Vec<ProgressType>) {
+        print("valid", &progress, &self.valid);
+    }
 }
 
 impl MetricsRendererEvaluation for Lines {
@@ -118,10 +129,11 @@ fn main() -> Result<()> {
     let interrupter = Interrupter::new();
     let (learner, failure) = learner::<Train, _>(model, &config, interrupter.clone())?;
     SupervisedTraining::new("out/burn_learner", steps::<Train>(batches), steps::<Infer>(valid))
-        .metrics((LossMetric::<Infer>::new(), TokensPerSecondMetric::new(), ExpertLoadMetric::new()))
+        .metrics((LossMetric::<Infer>::new(),))
+        .metric_train_numeric(TokensPerSecondMetric::new())
+        .metric_train_numeric(ExpertLoadMetric::new())
         .renderer(Lines::default())
         .with_interrupter(interrupter)
-        .summary()
         .num_epochs(epochs)
         .launch(learner);
     match failure.take() {
