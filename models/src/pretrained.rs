@@ -202,3 +202,165 @@ fn load_options(config: &AutoConfig, options: &FromPretrainedOptions) -> LoadOpt
         progress: options.progress,
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use burn::module::{Module, ModuleVisitor, Param};
+    use burn::tensor::{Tensor, TensorData};
+    use burn_moe::backend::{Device, Infer};
+
+    use super::*;
+
+    type Model = AutoModelForCausalLm<Infer>;
+
+    const NEMOTRON: &str = r#"{"model_type": "nemotron_h", "hybrid_override_pattern": "ME*-", "vocab_size": 20, "hidden_size": 8,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "mamba_num_heads": 2, "mamba_head_dim": 4,
+        "n_groups": 1, "ssm_state_size": 4, "n_routed_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 6,
+        "moe_shared_expert_intermediate_size": 5, "intermediate_size": 7, "eos_token_id": 2, "my_own_field": [1, 2]}"#;
+    const QWEN: &str = r#"{"model_type": "qwen3_moe", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": 3, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 6, "tie_word_embeddings": true}"#;
+
+    fn build(text: &str, dtype: FloatDType) -> Model {
+        let config = AutoConfig::from_text(text).unwrap();
+        let options = FromConfigOptions {
+            dtype: Some(dtype),
+            seed: 4,
+            ..Default::default()
+        };
+        Model::from_config(&config, &options, &Device::default()).unwrap()
+    }
+
+    fn load(dir: &Path) -> Pretrained<Infer> {
+        Model::from_pretrained(dir, &Default::default(), &Device::default()).unwrap()
+    }
+
+    /// Values with their dtypes, by module path.
+    fn tensors(model: &Model) -> BTreeMap<String, TensorData> {
+        struct Visitor(Vec<String>, BTreeMap<String, TensorData>);
+        impl ModuleVisitor<Infer> for Visitor {
+            fn enter_module(&mut self, name: &str, _container: &str) {
+                self.0.push(name.into());
+            }
+            fn exit_module(&mut self, _name: &str, _container: &str) {
+                self.0.pop();
+            }
+            fn visit_float<const D: usize>(&mut self, param: &Param<Tensor<Infer, D>>) {
+                self.1.insert(self.0.join("."), param.val().into_data());
+            }
+        }
+        let mut visitor = Visitor(Vec::new(), BTreeMap::new());
+        model.visit(&mut visitor);
+        visitor.1
+    }
+
+    #[test]
+    fn a_model_from_a_config_is_saved_in_the_published_layout_and_comes_back_exactly() {
+        for (text, single) in [
+            (NEMOTRON, "backbone.layers.1.mixer.experts.2.up_proj.weight"),
+            (QWEN, "model.layers.0.mlp.experts.2.gate_proj.weight"),
+        ] {
+            for dtype in [FloatDType::F32, FloatDType::BF16] {
+                let dir = tempfile::tempdir().unwrap();
+                let model = build(text, dtype);
+                model.save_pretrained(dir.path(), &Default::default()).unwrap();
+                let loaded = load(dir.path());
+                assert!(loaded.source.contains(single), "{:?}", loaded.source.names());
+                assert!(loaded.report.is_exact(), "{}", loaded.report);
+                assert_eq!(tensors(&loaded.model), tensors(&model));
+                assert_eq!(loaded.model.dtype(), dtype);
+            }
+        }
+    }
+
+    #[test]
+    fn the_written_config_keeps_unknown_fields_and_names_the_architecture() {
+        let dir = tempfile::tempdir().unwrap();
+        build(NEMOTRON, FloatDType::BF16)
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let json = ConfigJson::read(&dir.path().join("config.json")).unwrap();
+        assert_eq!(json.get("my_own_field"), Some(&serde_json::json!([1, 2])));
+        assert_eq!(json.get("architectures"), Some(&serde_json::json!(["NemotronHForCausalLM"])));
+        assert_eq!(json.get("dtype"), Some(&serde_json::json!("bfloat16")));
+    }
+
+    #[test]
+    fn the_dtype_can_be_chosen_but_some_parameters_stay_in_fp32() {
+        let dir = tempfile::tempdir().unwrap();
+        build(NEMOTRON, FloatDType::F32)
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let options = FromPretrainedOptions {
+            dtype: Some(FloatDType::BF16),
+            ..Default::default()
+        };
+        let model = Model::from_pretrained(dir.path(), &options, &Device::default()).unwrap().model;
+        assert_eq!(model.dtype(), FloatDType::BF16);
+        let wide: Vec<String> = tensors(&model)
+            .into_iter()
+            .filter(|(_, data)| data.dtype == burn::tensor::DType::F32)
+            .map(|(path, _)| path.rsplit('.').next().unwrap_or_default().to_string())
+            .collect();
+        assert_eq!(wide, ["A_log", "D", "e_score_correction_bias"]);
+    }
+
+    #[test]
+    fn missing_tensors_keep_their_initial_values_when_that_is_allowed() {
+        let dir = tempfile::tempdir().unwrap();
+        build(QWEN, FloatDType::F32)
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let text = QWEN.replace("\"num_hidden_layers\": 1", "\"num_hidden_layers\": 2");
+        std::fs::write(dir.path().join("config.json"), &text).unwrap();
+        let strict = Model::from_pretrained(dir.path(), &Default::default(), &Device::default());
+        assert!(strict.unwrap_err().to_string().contains("layers.1."));
+        let options = FromPretrainedOptions {
+            strict: false,
+            seed: 4,
+            ..Default::default()
+        };
+        let loaded = Model::from_pretrained(dir.path(), &options, &Device::default()).unwrap();
+        assert!(!loaded.report.missing.is_empty());
+        assert_eq!(tensors(&loaded.model), tensors(&build(&text, FloatDType::F32)));
+    }
+
+    /// Two different matrices under a config that ties them stay two, also after a save.
+    #[test]
+    fn matrices_stored_apart_are_not_tied() {
+        let dir = tempfile::tempdir().unwrap();
+        let untied = build(&QWEN.replace("true", "false"), FloatDType::F32);
+        untied.save_pretrained(dir.path(), &Default::default()).unwrap();
+        let path = dir.path().join("config.json");
+        let config = std::fs::read_to_string(&path).unwrap();
+        let tied_config = config.replace("\"tie_word_embeddings\": false", "\"tie_word_embeddings\": true");
+        assert_ne!(config, tied_config);
+        std::fs::write(&path, &tied_config).unwrap();
+
+        let loaded = load(dir.path());
+        assert_eq!(tensors(&loaded.model), tensors(&untied));
+        let out = tempfile::tempdir().unwrap();
+        let options = SaveOptions {
+            like: Some(&loaded.source),
+            ..Default::default()
+        };
+        loaded.model.save_pretrained(out.path(), &options).unwrap();
+        assert_eq!(std::fs::read_to_string(out.path().join("config.json")).unwrap(), tied_config);
+        assert_eq!(tensors(&load(out.path()).model), tensors(&untied));
+    }
+
+    #[test]
+    fn stop_tokens_come_from_both_configs() {
+        let dir = tempfile::tempdir().unwrap();
+        build(NEMOTRON, FloatDType::F32)
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        assert_eq!(load(dir.path()).stop_tokens().unwrap(), [2]);
+        std::fs::write(dir.path().join("generation_config.json"), r#"{"eos_token_id": [11, 2]}"#).unwrap();
+        assert_eq!(load(dir.path()).stop_tokens().unwrap(), [2, 11]);
+        std::fs::write(dir.path().join("generation_config.json"), r#"{"eos_token_id": "end"}"#).unwrap();
+        assert!(load(dir.path()).stop_tokens().unwrap_err().to_string().contains("eos_token_id"));
+    }
+}

@@ -2,12 +2,15 @@
 
 use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
+use burn_ep_backend::comm::EpGroup;
 use burn_moe::backend::{Device, Infer};
 use burn_moe::generate::{GenerateOptions, Session, generate};
 use burn_moe::model::CausalLm;
-use burn_moe_models::{AutoConfig, AutoModelForCausalLm};
+use burn_moe_models::{AutoConfig, AutoModelForCausalLm, FromConfigOptions};
 use burn_moe_tests::fixture::relative_error;
 use burn_moe_tests::tiny;
+
+use crate::ep::on_ranks;
 
 const IDS: [i32; 11] = [7, 3, 9, 1, 4, 5, 2, 8, 6, 11, 10];
 
@@ -81,6 +84,36 @@ fn the_seed_decides_the_sample() {
     };
     assert_eq!(sample(1), sample(1));
     assert_ne!(sample(1), sample(2));
+}
+
+/// Every rank holds its experts only and generates the same text as one rank alone.
+#[test]
+fn expert_parallel_ranks_generate_the_same_text() {
+    for text in [tiny::NEMOTRON_H, tiny::QWEN3_MOE] {
+        let config = AutoConfig::from_text(text).unwrap();
+        let run = |ep: Option<EpGroup>| {
+            let device = Device::default();
+            let build = FromConfigOptions {
+                seed: 1,
+                ep: ep.clone(),
+                ..Default::default()
+            };
+            let model = AutoModelForCausalLm::<Infer>::from_config(&config, &build, &device).unwrap();
+            let options = GenerateOptions {
+                max_new_tokens: 8,
+                temperature: 1.0,
+                ep,
+                ..Default::default()
+            };
+            generate(&model, &IDS, &options, &device).unwrap()
+        };
+        let alone = run(None);
+        for world in [2, 4] {
+            for tokens in on_ranks(world, |ep| run(Some(ep))) {
+                assert_eq!(tokens, alone, "{world} ranks");
+            }
+        }
+    }
 }
 
 #[test]
