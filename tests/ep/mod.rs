@@ -53,7 +53,7 @@ const QWEN: &str = r#"{
 }"#;
 
 /// Runs `f` on `world` ranks at once; results in rank order. A rank that fails ends the others within seconds.
-fn on_ranks<T: Send>(world: usize, f: impl Fn(EpGroup) -> T + Sync) -> Vec<T> {
+pub fn on_ranks<T: Send>(world: usize, f: impl Fn(EpGroup) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let threads: Vec<_> = LocalCommunicator::group(world)
             .into_iter()
