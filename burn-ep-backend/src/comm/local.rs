@@ -11,8 +11,9 @@ use super::Communicator;
 use super::round::{Call, Part, RankState, Round, State};
 use crate::error::{OpError, Result};
 
-/// How long a rank waits for the others unless told otherwise.
-const DEFAULT_TIMEOUT: Duration = Duration::from_secs(60);
+/// How long a rank waits for the others unless told otherwise. A rank that fails or ends is noticed at once, so this only
+/// bounds hangs; it must be longer than the longest work that one rank does alone, such as writing a checkpoint.
+const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 
 /// One rank of an in-process group.
 ///
@@ -51,7 +52,7 @@ impl LocalCommunicator {
         Self::group(1).remove(0)
     }
 
-    /// The same rank with another limit for each wait (60 s by default).
+    /// The same rank with another limit for each wait (10 minutes by default).
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
         self.timeout = timeout;
         self
