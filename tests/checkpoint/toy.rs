@@ -58,6 +58,7 @@ pub struct Scan<B: Backend> {
 }
 
 #[derive(Module, Debug)]
+#[allow(clippy::large_enum_variant, reason = "a test holds two")]
 pub enum Mixer<B: Backend> {
     Scan(Scan<B>),
     Moe(Moe<B>),
