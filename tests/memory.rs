@@ -5,11 +5,14 @@
 mod toy;
 
 use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use burn::prelude::*;
 use burn_flex::Flex;
 use burn_moe::checkpoint::{CheckpointSource, LoadOptions, SaveOptions, load, save};
+use rand::prelude::*;
+use rand::rngs::StdRng;
 use safetensors::Dtype;
 
 use toy::{Experts, Folder, Stored};
@@ -47,6 +50,9 @@ unsafe impl GlobalAlloc for Counting {
 
 #[global_allocator]
 static ALLOCATOR: Counting = Counting;
+
+/// One test at a time, because the counter is one for all threads.
+static TURN: Mutex<()> = Mutex::new(());
 
 /// Largest amount of memory in use during `f`, beyond what was in use before.
 fn peak<T>(f: impl FnOnce() -> T) -> (T, usize) {
@@ -96,6 +102,7 @@ fn big() -> Big<Flex> {
 /// Case 2: burn#3598, transformers#47514. Every layer's experts are spread over all shards.
 #[test]
 fn loading_and_saving_need_little_more_than_the_model() {
+    let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
     const { assert!(MODEL > BOUND, "a loader that reads everything at once must fail") };
     let dir = tempfile::tempdir().unwrap();
     let mut folder = Folder::new();
@@ -133,4 +140,46 @@ fn loading_and_saving_need_little_more_than_the_model() {
     let (_, during_save) = peak(|| save(&model, &toy::map(), out.path(), &options).unwrap());
     println!("save: {during_save} bytes beyond the model, bound {BOUND}");
     assert!(during_save <= BOUND, "{during_save} bytes beyond the model, bound {BOUND}");
+}
+
+/// Sizes in a damaged file are claims: believing one must not cost memory.
+#[test]
+fn damaged_headers_and_indexes_allocate_little() {
+    let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
+    let dir = tempfile::tempdir().unwrap();
+    toy::write_shards(dir.path(), &toy::folder("model."), 2, |i, _| i % 2);
+    let mut rng = StdRng::seed_from_u64(5);
+    let mut largest = 0;
+    for name in ["part-0.safetensors", "model.safetensors.index.json", "config.json"] {
+        let path = dir.path().join(name);
+        let whole = std::fs::read(&path).unwrap();
+        for round in 0..800 {
+            let mut bytes = whole.clone();
+            // The length of the header first, then digits anywhere.
+            let digits: Vec<usize> = (8..bytes.len().min(4000)).filter(|&i| bytes[i].is_ascii_digit()).collect();
+            match round % 4 {
+                0 => bytes[rng.random_range(0..8)] = rng.random(),
+                1 => bytes.truncate(rng.random_range(0..whole.len())),
+                _ => {
+                    if let Some(&at) = digits.choose(&mut rng) {
+                        let many = "9".repeat(rng.random_range(1..18));
+                        bytes.splice(at..at, many.bytes());
+                    }
+                }
+            }
+            std::fs::write(&path, &bytes).unwrap();
+            let (_, bytes) = peak(|| {
+                let source = CheckpointSource::open(dir.path())?;
+                load(
+                    toy::Toy::<Flex>::new(false, toy::E, &Default::default()),
+                    &source,
+                    &toy::map(),
+                    &LoadOptions::default(),
+                )
+            });
+            largest = largest.max(bytes);
+        }
+        std::fs::write(&path, whole).unwrap();
+    }
+    assert!(largest < 4 << 20, "{largest} bytes for a checkpoint of a few kilobytes");
 }

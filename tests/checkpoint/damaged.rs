@@ -4,7 +4,10 @@ use std::path::Path;
 
 use burn_flex::Flex;
 use burn_moe::Error;
+use burn_moe::backend::{Device, Infer};
 use burn_moe::checkpoint::{CheckpointSource, ConfigJson, LoadOptions, load};
+use burn_moe_models::{AutoModelForCausalLm, FromPretrainedOptions};
+use burn_moe_tests::fixture;
 use rand::prelude::*;
 use rand::rngs::StdRng;
 
@@ -170,6 +173,54 @@ fn damaged_configs_are_errors() {
                 assert_eq!(rounded(again.to_value()), rounded(config.to_value()));
             }
             Err(error) => assert!(matches!(error, Error::Checkpoint { .. })),
+        }
+    }
+}
+
+/// Configs of real families: with damaged bytes, and with numbers of every size in every field.
+#[test]
+fn damaged_family_configs_are_errors() {
+    let mut rng = StdRng::seed_from_u64(11);
+    let numbers = [
+        "0",
+        "1",
+        "-1",
+        "7",
+        "0.5",
+        "65537",
+        "4294967296",
+        "9007199254740993",
+        "18446744073709551615",
+        "1e300",
+        "NaN",
+    ];
+    for case in ["nemotron_h/base", "nemotron_h/latent", "qwen3_moe/base", "qwen3_moe/rope_yarn"] {
+        let fixture = fixture::root().join(case);
+        let text = std::fs::read_to_string(fixture.join("config.json")).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        std::fs::copy(fixture.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
+        let mut attempt = |damaged: &[u8]| {
+            std::fs::write(dir.path().join("config.json"), damaged).unwrap();
+            let options = FromPretrainedOptions::default();
+            match AutoModelForCausalLm::<Infer>::inspect(dir.path(), &options, &Device::default()) {
+                Ok((_, report)) => drop(report.to_string()),
+                Err(error) => assert!(!error.to_string().is_empty()),
+            }
+        };
+        let fields: Vec<String> = serde_json::from_str::<serde_json::Map<_, _>>(&text)
+            .unwrap()
+            .into_iter()
+            .map(|(k, _)| k)
+            .collect();
+        for field in &fields {
+            for number in numbers {
+                let mut config = ConfigJson::parse("config.json", text.clone()).unwrap();
+                config.set(field, "PLACE");
+                attempt(config.to_text().replace("\"PLACE\"", number).as_bytes());
+            }
+        }
+        for _ in 0..300 {
+            attempt(&damage(text.as_bytes(), &mut rng));
         }
     }
 }

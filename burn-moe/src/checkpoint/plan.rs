@@ -16,6 +16,9 @@ use super::source::{CheckpointSource, TieState};
 use super::transform::forward_shape;
 use crate::error::{Error, Result};
 
+/// Every expert is a name to look for: a damaged config must not ask for billions.
+const MAX_EXPERTS: usize = 1 << 20;
+
 /// Element kind of a parameter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kind {
@@ -194,6 +197,10 @@ pub(crate) fn plan(specs: &[ParamSpec], source: &CheckpointSource, map: &WeightM
     for spec in specs {
         let experts = map.find(&spec.path).is_some_and(|(_, rule, _)| rule.is_experts());
         let share = experts.then(|| ep.share(spec.shape.first().copied().unwrap_or(0)));
+        if let Some(share) = share.as_ref().filter(|share| share.total > MAX_EXPERTS) {
+            let found = format!("{} experts in `{}`", share.total, spec.path);
+            return Err(Error::config("number of experts", found, format!("at most {MAX_EXPERTS}")));
+        }
         let Some(place) = locator.place(&spec.path, share.as_ref().map_or(0, |s| s.total)) else {
             return Err(Error::config(
                 "weight map",
