@@ -6,6 +6,7 @@
 
 use std::path::PathBuf;
 
+use burn_moe::Error;
 use burn_moe::backend::{Device, Infer};
 use burn_moe::checkpoint::hub::{HubOptions, locate};
 use burn_moe_models::{AutoModelForCausalLm, FromPretrainedOptions};
@@ -65,13 +66,10 @@ fn inspect(args: &Args) -> burn_moe::Result<()> {
             println!("{:<60} {:?} {} (stored {})", tensor.path, tensor.shape, tensor.dtype, tensor.stored);
         }
     }
-    println!(
-        "{}",
-        if report.is_exact() {
-            "It loads."
-        } else {
-            "It does not load as it is."
-        }
-    );
-    Ok(())
+    if report.is_exact() {
+        println!("It loads.");
+        Ok(())
+    } else {
+        Err(Error::Mismatch("the checkpoint does not fit the model; see the load report".into()))
+    }
 }
