@@ -118,7 +118,7 @@ impl Finetune {
                 ..LoaderOptions::new(config.batch / world, config.seq)
             },
         )?;
-        let mut trainer = Trainer::<Train, Model>::new(model, config.trainer.clone(), device.clone(), ep.clone())?;
+        let mut trainer = Trainer::<Train, Model>::new(model, config.trainer.clone(), Device::default(), ep.clone())?;
         if let Some(checkpoint) = &self.resumed {
             trainer.resume(checkpoint, &mut loader)?;
         }
