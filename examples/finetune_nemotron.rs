@@ -103,21 +103,22 @@ impl Args {
             DecayArg::Linear => Decay::Linear,
             DecayArg::Cosine => Decay::Cosine,
         };
+        let model = match self.model {
+            Some(model) => {
+                let hub = HubOptions {
+                    revision: self.revision,
+                    progress: true,
+                    ..HubOptions::default()
+                };
+                locate(&model, &hub)?
+            }
+            None => asset("tiny-nemotron-h"),
+        };
+        let overwrite = self.overwrite || (self.output.is_none() && !self.resume);
+        let data = self.data.unwrap_or_else(|| asset("instructions.jsonl"));
+        let output = self.output.unwrap_or_else(|| "out/finetune_nemotron".into());
         Ok(FinetuneConfig {
-            model: match self.model {
-                Some(model) => {
-                    let hub = HubOptions {
-                        revision: self.revision,
-                        progress: true,
-                        ..HubOptions::default()
-                    };
-                    locate(&model, &hub)?
-                }
-                None => asset("tiny-nemotron-h"),
-            },
-            data: self.data.unwrap_or_else(|| asset("instructions.jsonl")),
-            overwrite: self.overwrite || (self.output.is_none() && !self.resume),
-            output: self.output.unwrap_or_else(|| "out/finetune_nemotron".into()),
+            overwrite,
             resume: self.resume,
             save_every: self.save_every,
             batch: self.batch,
@@ -127,7 +128,6 @@ impl Args {
             seed: self.seed,
             ep: self.ep,
             question: Some(self.question).filter(|q| !q.is_empty()),
-            max_new_tokens: 64,
             trainer: TrainerConfig {
                 steps: self.steps,
                 micro_batches: self.accumulation,
@@ -140,6 +140,7 @@ impl Args {
                 recompute: if self.recompute { Recompute::All } else { Recompute::None },
                 ..TrainerConfig::default()
             },
+            ..FinetuneConfig::new(model, data, output)
         })
     }
 }

@@ -5,6 +5,8 @@ use std::path::PathBuf;
 
 use burn_moe::train::StepReport;
 use burn_moe::{Error, Result};
+use tracing_subscriber::EnvFilter;
+use tracing_subscriber::filter::LevelFilter;
 
 /// A file or folder shipped with the examples.
 pub fn asset(name: &str) -> PathBuf {
@@ -19,6 +21,17 @@ pub fn check_backend(name: &str) -> Result<()> {
         _ => "`flex` (CPU)",
     };
     Err(Error::config("--backend", name, expected))
+}
+
+/// Warnings of the library on stderr; `RUST_LOG` chooses otherwise.
+pub fn log_warnings() {
+    let filter = EnvFilter::builder()
+        .with_default_directive(LevelFilter::WARN.into())
+        .from_env_lossy();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .init();
 }
 
 /// One line per step: rewritten in place on a terminal, every tenth step as a line of its own elsewhere.

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use burn_moe::backend::{Device, Infer};
 use burn_moe::batch::HostBatch;
-use burn_moe::data::{Layout, TooLong};
+use burn_moe::data::Layout;
 use burn_moe::model::CausalLm;
 use burn_moe::train::{Interrupt, RunEnd, Schedule, TrainerConfig};
 use burn_moe_models::finetune::{Event, Finetune, FinetuneConfig, FinetuneReport};
@@ -16,20 +16,9 @@ fn asset(name: &str) -> PathBuf {
 
 fn config(output: &Path) -> FinetuneConfig {
     FinetuneConfig {
-        model: asset("tiny-nemotron-h"),
-        data: asset("instructions.jsonl"),
-        output: output.to_path_buf(),
-        resume: false,
-        overwrite: false,
-        save_every: None,
         batch: 4,
         seq: 96,
-        layout: Layout::PadToLongest,
-        too_long: TooLong::Error,
         seed: 1,
-        ep: 1,
-        question: None,
-        max_new_tokens: 8,
         trainer: TrainerConfig {
             steps: 8,
             schedule: Schedule {
@@ -38,11 +27,23 @@ fn config(output: &Path) -> FinetuneConfig {
             },
             ..TrainerConfig::default()
         },
+        ..FinetuneConfig::new(asset("tiny-nemotron-h"), asset("instructions.jsonl"), output)
     }
 }
 
 fn run(config: FinetuneConfig) -> FinetuneReport {
     Finetune::prepare(config).unwrap().run(&Interrupt::new(), |_| {}).unwrap()
+}
+
+/// Sends SIGINT to this process and waits until it has arrived.
+fn send_sigint(interrupt: &Interrupt) {
+    let kill = format!("kill -INT {}", std::process::id());
+    assert!(std::process::Command::new("sh").args(["-c", &kill]).status().unwrap().success());
+    let start = std::time::Instant::now();
+    while !interrupt.requested() {
+        assert!(start.elapsed().as_secs() < 10, "the signal did not arrive");
+        std::thread::yield_now();
+    }
 }
 
 fn logits(folder: &Path) -> Vec<f32> {
@@ -114,14 +115,23 @@ fn interrupted_and_resumed_equals_uninterrupted() {
         };
         let whole = run(with("whole"));
 
-        let interrupt = Interrupt::new();
+        // Once by a call and once by the signal that Ctrl-C sends.
+        let by_signal = layout == Layout::Packed;
+        let interrupt = if by_signal {
+            Interrupt::on_signals().unwrap()
+        } else {
+            Interrupt::new()
+        };
         let stopped = Finetune::prepare(with("parts"))
             .unwrap()
             .run(&interrupt, |event| {
                 if let Event::Step(report) = event
                     && report.step == 3
                 {
-                    interrupt.request();
+                    match by_signal {
+                        true => send_sigint(&interrupt),
+                        false => interrupt.request(),
+                    }
                 }
             })
             .unwrap();

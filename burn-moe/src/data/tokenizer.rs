@@ -2,24 +2,11 @@
 
 use std::collections::BTreeMap;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use serde_json::Value;
 
 use crate::error::{Error, Result};
-
-/// Files that belong to the tokenizer; a saved checkpoint carries them along.
-const FILES: [&str; 9] = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-    "chat_template.jinja",
-    "generation_config.json",
-];
 
 /// Text as tokens.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -34,7 +21,6 @@ pub struct Encoded {
 #[derive(Debug, Clone)]
 pub struct Tokenizer {
     inner: tokenizers::Tokenizer,
-    folder: PathBuf,
     /// `eos_token`, `bos_token`, .. as the chat template sees them.
     named: BTreeMap<String, String>,
     eos: Vec<i32>,
@@ -93,7 +79,6 @@ impl Tokenizer {
         }
         Ok(Self {
             inner,
-            folder: folder.to_path_buf(),
             named,
             eos,
             bos,
@@ -159,23 +144,6 @@ impl Tokenizer {
     /// `eos_token`, `bos_token`, .. by name.
     pub fn special_tokens(&self) -> &BTreeMap<String, String> {
         &self.named
-    }
-
-    /// Folder it was read from.
-    pub fn folder(&self) -> &Path {
-        &self.folder
-    }
-
-    /// Copies the tokenizer's files next to a saved model, byte for byte.
-    pub fn copy_files(&self, target: &Path) -> Result<()> {
-        for file in FILES {
-            let source = self.folder.join(file);
-            let copy = target.join(file);
-            if source.is_file() && source.canonicalize().ok() != copy.canonicalize().ok() {
-                std::fs::copy(&source, &copy).map_err(|e| Error::io(copy, "copy the tokenizer", e))?;
-            }
-        }
-        Ok(())
     }
 }
 

@@ -53,6 +53,30 @@ pub struct FinetuneConfig {
     pub trainer: TrainerConfig,
 }
 
+impl FinetuneConfig {
+    /// A new run with the defaults of [`TrainerConfig`]: 8 padded rows of at most 2048 tokens per micro-batch, longer documents
+    /// refused, one rank, no question.
+    pub fn new(model: impl Into<PathBuf>, data: impl Into<PathBuf>, output: impl Into<PathBuf>) -> Self {
+        Self {
+            model: model.into(),
+            data: data.into(),
+            output: output.into(),
+            resume: false,
+            overwrite: false,
+            save_every: None,
+            batch: 8,
+            seq: 2048,
+            layout: Layout::default(),
+            too_long: TooLong::default(),
+            seed: 0,
+            ep: 1,
+            question: None,
+            max_new_tokens: 64,
+            trainer: TrainerConfig::default(),
+        }
+    }
+}
+
 /// What happens in a run, for progress output.
 #[derive(Debug, Clone)]
 pub enum Event<'a> {
