@@ -85,7 +85,9 @@ impl ChatTemplate {
 
     /// Compiles a template. `special_tokens` (`eos_token`, ..) are variables in it.
     pub fn new(source: &str, special_tokens: BTreeMap<String, String>) -> Result<Self> {
-        let (source, has_generation_blocks) = replace_generation_tags(source)?;
+        // Jinja2 reads every line ending as \n.
+        let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        let (source, has_generation_blocks) = replace_generation_tags(&source)?;
         let mut environment = Environment::new();
         environment.set_trim_blocks(true);
         environment.set_lstrip_blocks(true);
@@ -263,6 +265,12 @@ mod tests {
         assert_eq!(rendered.text, "<a>\nsays a1;<bb>\nsays bb2;");
         let said: Vec<&str> = rendered.generation.iter().map(|r| &rendered.text[r.clone()]).collect();
         assert_eq!(said, ["says a1", "says bb2"]);
+    }
+
+    #[test]
+    fn line_endings_of_any_system_are_newlines() {
+        let rendered = render("{% if true %}\r\na\r\n{% endif %}\r\nb\rc\r\n", json!({})).unwrap();
+        assert_eq!(rendered.text, "a\nb\nc");
     }
 
     #[test]
