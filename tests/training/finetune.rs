@@ -118,6 +118,17 @@ fn interrupted_and_resumed_equals_uninterrupted() {
         assert_eq!((stopped.end, stopped.step), (RunEnd::Interrupted, 3));
         let refused = Finetune::prepare(with("parts")).unwrap_err().to_string();
         assert!(refused.contains("checkpoint-3"), "{refused}");
+        let deletes_its_model = FinetuneConfig {
+            overwrite: true,
+            model: root.path().join("parts/checkpoint-3"),
+            ..with("parts")
+        };
+        assert!(
+            Finetune::prepare(deletes_its_model)
+                .unwrap_err()
+                .to_string()
+                .contains("another output folder")
+        );
         let resumed = run(FinetuneConfig {
             resume: true,
             ..with("parts")

@@ -20,13 +20,28 @@ pub(super) fn check(config: &FinetuneConfig) -> Result<Option<PathBuf>> {
         )),
         (Some(latest), true) => Ok(Some(latest)),
         (None, false) => Ok(None),
-        (Some(_), false) if config.overwrite => Ok(None),
+        (Some(_), false) if config.overwrite => match is_inside(&config.model, &config.output) {
+            true => Err(Error::config(
+                "overwrite",
+                format!("true, but the model {} is one of the checkpoints to delete", config.model.display()),
+                "another output folder",
+            )),
+            false => Ok(None),
+        },
         (Some(latest), false) => Err(Error::checkpoint(
             &config.output,
             "output",
             format!("the checkpoint {} of an earlier run", latest.display()),
             "no checkpoint; resume it, overwrite it, or choose another output folder",
         )),
+    }
+}
+
+/// True for a folder below `output`, not for `output` itself.
+fn is_inside(folder: &Path, output: &Path) -> bool {
+    match (folder.canonicalize(), output.canonicalize()) {
+        (Ok(folder), Ok(output)) => folder != output && folder.starts_with(output),
+        _ => false,
     }
 }
 

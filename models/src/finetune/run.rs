@@ -40,9 +40,6 @@ impl Finetune {
     /// Loads the model, trains until all steps are done or `interrupt` asks to stop, and saves either way. `on_event` hears
     /// what happens, on the thread of rank 0.
     pub fn run(&self, interrupt: &Interrupt, mut on_event: impl FnMut(Event<'_>) + Send) -> Result<FinetuneReport> {
-        if self.resumed.is_none() && self.config.overwrite {
-            output::remove_checkpoints(&self.config.output)?;
-        }
         let report = match self.config.ep {
             1 => self.rank(None, interrupt, &mut on_event),
             ranks => self.ranks(ranks, interrupt, &mut on_event),
@@ -142,6 +139,10 @@ impl Finetune {
             };
             model.save_pretrained(dir, &options).map(drop)
         };
+        // Not earlier: a model that cannot be loaded must not cost the checkpoints of the run before.
+        if rank == 0 && self.resumed.is_none() && config.overwrite {
+            output::remove_checkpoints(&config.output)?;
+        }
         let mut losses = Vec::new();
         let end = trainer.run(&mut loader, interrupt, Some((&output::plan(config), &save)), &mut |report| {
             losses.push(report.loss);
