@@ -199,7 +199,7 @@ fn damaged_family_configs_are_errors() {
         let text = std::fs::read_to_string(fixture.join("config.json")).unwrap();
         let dir = tempfile::tempdir().unwrap();
         std::fs::copy(fixture.join("model.safetensors"), dir.path().join("model.safetensors")).unwrap();
-        let mut attempt = |damaged: &[u8]| {
+        let attempt = |damaged: &[u8]| {
             std::fs::write(dir.path().join("config.json"), damaged).unwrap();
             let options = FromPretrainedOptions::default();
             match AutoModelForCausalLm::<Infer>::inspect(dir.path(), &options, &Device::default()) {
