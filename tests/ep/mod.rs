@@ -4,6 +4,7 @@
 
 mod checkpoint;
 mod layer;
+mod low_precision;
 mod model;
 
 use std::collections::BTreeMap;
@@ -86,10 +87,14 @@ fn max_error_above(floor: f64, found: &[f32], expected: &[f32]) -> f64 {
     if worst == 0.0 { 0.0 } else { worst / scale }
 }
 
-/// This rank's slice of a model whose values depend on the seed alone.
+/// This rank's slice of an fp32 model whose values depend on the seed alone.
 fn model(config: &str, ep: &EpGroup) -> Model {
+    model_in(FloatDType::F32, config, ep)
+}
+
+fn model_in(dtype: FloatDType, config: &str, ep: &EpGroup) -> Model {
     let options = FromConfigOptions {
-        dtype: Some(FloatDType::F32),
+        dtype: Some(dtype),
         seed: 11,
         ep: Some(ep.clone()),
     };
