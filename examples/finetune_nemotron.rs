@@ -90,8 +90,8 @@ struct Args {
     /// Question to answer before and after training
     #[arg(long, default_value = "How many kilograms are in half a tonne?")]
     question: String,
-    /// Backend
-    #[arg(long, default_value = "flex")]
+    /// Backend: flex (CPU), or cuda in a build with `--features cuda` [default: what this build runs on]
+    #[arg(long, default_value = burn_moe::backend::NAME, hide_default_value = true)]
     backend: String,
 }
 

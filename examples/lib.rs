@@ -15,12 +15,19 @@ pub fn asset(name: &str) -> PathBuf {
 
 /// Accepts the name of the backend this program was built for; another one needs another build.
 pub fn check_backend(name: &str) -> Result<()> {
-    let expected = match name {
-        "flex" => return Ok(()),
-        "cuda" => "`flex`; for `cuda` build with `--features cuda`",
-        _ => "`flex` (CPU)",
+    let built = burn_moe::backend::NAME;
+    let other = match built {
+        "flex" => "for `cuda` build with `--features cuda`",
+        _ => "for `flex` (CPU) build without `--features cuda`",
     };
-    Err(Error::config("--backend", name, expected))
+    if name == built {
+        return Ok(());
+    }
+    Err(Error::config(
+        "--backend",
+        name,
+        format!("`{built}`, the backend of this build; {other}"),
+    ))
 }
 
 /// Warnings of the library on stderr; `RUST_LOG` chooses otherwise.

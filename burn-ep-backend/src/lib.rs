@@ -26,6 +26,8 @@ pub mod reference;
 mod testing;
 
 pub use backend::*;
+#[cfg(feature = "cuda")]
+pub use backends::Cuda;
 pub use decorator::{EpBackend, Routing, with_routing};
 pub use desc::*;
 pub use error::{OpError, Result};

@@ -98,7 +98,7 @@ fn a_run_continues_with_another_group_size() {
         let states = trainer.parameters().entries().iter().filter_map(|info| {
             let state = trainer.optimizer().state(info.id)?;
             assert_eq!(state.step, 2, "{}", info.path);
-            let list = |t: &burn_flex::FlexTensor| {
+            let list = |t: &burn_backend::tensor::FloatTensor<burn_moe::backend::Infer>| {
                 let t = Tensor::<burn_moe::backend::Infer, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(t.clone()));
                 t.into_data().to_vec::<f32>().unwrap()
             };

@@ -12,6 +12,10 @@ use crate::kernels::hopper::{self, gemm::Product};
 use crate::kernels::raw::CudaTensor;
 use crate::reference;
 
+/// CUDA without fusion: the backend whose ops have kernels here. Parameters choose their own dtype; the element types only
+/// name the defaults.
+pub type Cuda = CubeBackend<CudaRuntime, f32, i32, u8>;
+
 impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend<CudaRuntime, F, I, BT> {
     fn grouped_matmul(rows: FloatTensor<Self>, weight: FloatTensor<Self>, offsets_e1: IntTensor<Self>) -> FloatTensor<Self> {
         let [groups, n, k] = weight.shape().dims::<3>();

@@ -6,4 +6,6 @@
 
 #[cfg(feature = "cuda")]
 mod cuda;
+#[cfg(feature = "cuda")]
+pub use cuda::Cuda;
 mod flex;
