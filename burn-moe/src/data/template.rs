@@ -268,6 +268,14 @@ mod tests {
     }
 
     #[test]
+    fn loops_can_break_and_continue() {
+        // transformers compiles templates with the loopcontrols extension
+        let source =
+            "{% for i in range(6) %}{% if i == 1 %}{% continue %}{% endif %}{% if i == 4 %}{% break %}{% endif %}{{ i }}{% endfor %}";
+        assert_eq!(render(source, json!({})).unwrap().text, "023");
+    }
+
+    #[test]
     fn line_endings_of_any_system_are_newlines() {
         let rendered = render("{% if true %}\r\na\r\n{% endif %}\r\nb\rc\r\n", json!({})).unwrap();
         assert_eq!(rendered.text, "a\nb\nc");
