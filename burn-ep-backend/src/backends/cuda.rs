@@ -1,4 +1,4 @@
-//! Ops of the CUDA backend: Hopper kernels where they fit, else the reference on CubeCL's own kernels.
+//! Ops of the CUDA backend: Hopper kernels where they fit, then portable ones, else the reference on Burn's own kernels.
 
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_backend::{TensorMetadata, ops::FloatTensorOps};
@@ -8,6 +8,7 @@ use cubecl::cuda::CudaRuntime;
 
 use crate::backend::*;
 use crate::desc::*;
+use crate::kernels::cube::{self, rows::Rows};
 use crate::kernels::hopper::{self, gemm::Product};
 use crate::kernels::raw::CudaTensor;
 use crate::reference;
@@ -74,6 +75,95 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         }
         reference::attention::attention_backward::<Self>(grad_bshd, q, k, v, sink_h, mask, out, desc)
     }
+
+    fn rms_norm(x: FloatTensor<Self>, weight_d: FloatTensor<Self>, desc: &NormDesc) -> FloatTensor<Self> {
+        match cube_rows(&x, &[&weight_d], 1) {
+            Some(rows) => cube::rms_norm::rms_norm(x, weight_d, desc, rows),
+            None => reference::rms_norm::rms_norm::<Self>(x, weight_d, desc),
+        }
+    }
+
+    fn rms_norm_backward(
+        grad: FloatTensor<Self>,
+        x: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        match cube_rows(&x, &[&weight_d], 1) {
+            Some(rows) if grad.dtype == x.dtype => cube::rms_norm::rms_norm_backward::<Self>(grad, x, weight_d, desc, rows),
+            _ => reference::rms_norm::rms_norm_backward::<Self>(grad, x, weight_d, desc),
+        }
+    }
+
+    fn gated_rms_norm(
+        y: FloatTensor<Self>,
+        z: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        groups: usize,
+        eps: f32,
+    ) -> FloatTensor<Self> {
+        match cube_rows(&y, &[&z, &weight_d], groups) {
+            Some(rows) => cube::gated_rms_norm::gated_rms_norm(y, z, weight_d, groups, eps, rows),
+            None => reference::gated_rms_norm::gated_rms_norm::<Self>(y, z, weight_d, groups, eps),
+        }
+    }
+
+    fn gated_rms_norm_backward(
+        grad: FloatTensor<Self>,
+        y: FloatTensor<Self>,
+        z: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        groups: usize,
+        eps: f32,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
+        match cube_rows(&y, &[&z, &weight_d], groups) {
+            Some(rows) if grad.dtype == y.dtype => {
+                cube::gated_rms_norm::gated_rms_norm_backward::<Self>(grad, y, z, weight_d, groups, eps, rows)
+            }
+            _ => reference::gated_rms_norm::gated_rms_norm_backward::<Self>(grad, y, z, weight_d, groups, eps),
+        }
+    }
+
+    fn rope(x_bshd: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>, layout: RopeLayout) -> FloatTensor<Self> {
+        if cube::fits([&x_bshd, &cos]) && cube::rope::supports(&x_bshd, &cos, &sin) {
+            return cube::rope::rope(x_bshd, cos, sin, layout);
+        }
+        reference::rope::rope::<Self>(x_bshd, cos, sin, layout)
+    }
+
+    fn causal_conv1d(
+        x_bsc: FloatTensor<Self>,
+        weight_ck: FloatTensor<Self>,
+        bias_c: Option<FloatTensor<Self>>,
+        history: Option<FloatTensor<Self>>,
+        doc_start_bs: Option<IntTensor<Self>>,
+        silu: bool,
+    ) -> FloatTensor<Self> {
+        if cube::causal_conv1d::supports(&x_bsc, &weight_ck, bias_c.iter().chain(&history)) {
+            return cube::causal_conv1d::causal_conv1d::<Self>(x_bsc, weight_ck, bias_c, history, doc_start_bs, silu);
+        }
+        reference::causal_conv1d::causal_conv1d::<Self>(x_bsc, weight_ck, bias_c, history, doc_start_bs, silu)
+    }
+
+    fn causal_conv1d_backward(
+        grad_bsc: FloatTensor<Self>,
+        x_bsc: FloatTensor<Self>,
+        weight_ck: FloatTensor<Self>,
+        bias_c: Option<FloatTensor<Self>>,
+        doc_start_bs: Option<IntTensor<Self>>,
+        silu: bool,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, Option<FloatTensor<Self>>) {
+        if grad_bsc.dtype == x_bsc.dtype && cube::causal_conv1d::supports(&x_bsc, &weight_ck, &bias_c) {
+            return cube::causal_conv1d::causal_conv1d_backward::<Self>(grad_bsc, x_bsc, weight_ck, bias_c, doc_start_bs, silu);
+        }
+        reference::causal_conv1d::causal_conv1d_backward::<Self>(grad_bsc, x_bsc, weight_ck, bias_c, doc_start_bs, silu)
+    }
+}
+
+/// How the portable norm kernels deal the rows of `x`; None where they do not fit.
+fn cube_rows(x: &CudaTensor, others: &[&CudaTensor], groups: usize) -> Option<Rows> {
+    let fits = cube::fits(others.iter().copied().chain([x]));
+    fits.then(|| Rows::of(x, groups)).flatten()
 }
 
 fn hopper_attention_fits<B>(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor, mask: &AttentionMaskPrim<B>, desc: &AttentionDesc) -> bool

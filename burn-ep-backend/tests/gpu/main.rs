@@ -4,5 +4,10 @@
 //! plain bf16 path on the CPU, plus a small floor. Needs a GPU; built with `--features cuda`.
 
 mod attention;
+mod loss;
+mod mamba;
 mod matmul;
+mod norms;
+mod optimizer;
+mod rope;
 mod support;

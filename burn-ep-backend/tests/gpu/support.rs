@@ -1,6 +1,6 @@
 //! Inputs, the low-precision rule and the two backends that it compares.
 
-use burn::tensor::{FloatDType, Tensor, TensorData, backend::Backend};
+use burn::tensor::{FloatDType, Int, Tensor, TensorData, backend::Backend};
 use burn_cubecl::CubeBackend;
 use burn_flex::Flex;
 use cubecl::cuda::CudaRuntime;
@@ -47,6 +47,52 @@ pub fn compare(name: &str, gpu: Vec<Vec<f32>>, exact: Vec<Vec<f32>>, plain: Vec<
             "{name} output {i}: error {ours:.3e}, plain bf16 path {theirs:.3e}"
         );
     }
+}
+
+/// Every output of `found` within the relative error `tolerance` of `exact`.
+pub fn close(name: &str, found: Vec<Vec<f32>>, exact: Vec<Vec<f32>>, tolerance: f64) {
+    assert_eq!(found.len(), exact.len(), "{name}");
+    for (i, (f, e)) in found.iter().zip(&exact).enumerate() {
+        let error = relative(f, e);
+        println!("{name} output {i}: {error:.2e}");
+        assert!(error <= tolerance, "{name} output {i}: error {error:.3e}, allowed {tolerance:.1e}");
+    }
+}
+
+/// Leaves buffers full of NaN in the memory pool, so that a kernel that does not write all of its output is found out.
+pub fn poison<B: Backend>(elements: usize) {
+    let device = Default::default();
+    let buffers: Vec<_> = [FloatDType::F32, FloatDType::BF16]
+        .into_iter()
+        .flat_map(|dtype| (0..4).map(move |_| dtype))
+        .map(|dtype| Tensor::<B, 1>::full([elements], f32::NAN, &device).cast(dtype))
+        .collect();
+    drop(buffers);
+}
+
+/// Float tensor of random numbers in `dtype`; with `strided` its last two axes lie swapped in memory.
+pub fn float<B: Backend, const D: usize>(shape: [usize; D], seed: u64, strided: bool, dtype: FloatDType) -> Tensor<B, D> {
+    let device = Default::default();
+    if !strided {
+        return Tensor::<B, D>::from_data(random(&shape, seed), &device).cast(dtype);
+    }
+    let mut swapped = shape;
+    swapped.swap(D - 2, D - 1);
+    // the numbers differ from those of the dense tensor, the layout is the point
+    Tensor::<B, D>::from_data(random(&swapped, seed), &device)
+        .cast(dtype)
+        .swap_dims(D - 2, D - 1)
+}
+
+/// `[B, S]`: documents of `length` tokens, one token shorter in every further row.
+pub fn documents<B: Backend>(batch: usize, seq: usize, length: usize) -> Tensor<B, 2, Int> {
+    let starts: Vec<i32> = (0..batch * seq)
+        .map(|i| {
+            let (token, length) = (i % seq, length.saturating_sub(i / seq).max(1));
+            (token / length * length) as i32
+        })
+        .collect();
+    Tensor::from_data(TensorData::new(starts, [batch, seq]), &Default::default())
 }
 
 /// Values of `t` on the host, in fp32.
