@@ -15,7 +15,7 @@ use burn_moe::Result;
 use burn_moe::checkpoint::hub::{HubOptions, locate};
 use burn_moe::data::{Layout, TooLong};
 use burn_moe::train::{Decay, Interrupt, Recompute, RunEnd, Schedule, TrainerConfig};
-use burn_moe_examples::{ProgressLine, asset, check_backend};
+use burn_moe_examples::{ProgressLine, asset, check_backend, log_warnings, say};
 use burn_moe_models::finetune::{Event, Finetune, FinetuneConfig};
 use clap::{Parser, ValueEnum};
 
@@ -34,7 +34,7 @@ struct Args {
     #[arg(long)]
     model: Option<String>,
     /// Branch, tag or commit on the Hub
-    #[arg(long)]
+    #[arg(long, requires = "model")]
     revision: Option<String>,
     /// JSON lines with `messages`, `prompt` and `completion`, or `text` [default: the shipped questions]
     #[arg(long)]
@@ -45,7 +45,7 @@ struct Args {
     /// Continue from the newest checkpoint in the output folder
     #[arg(long)]
     resume: bool,
-    /// Delete the checkpoints of an earlier run in the output folder
+    /// Replace the checkpoints and weights that are in the output folder
     #[arg(long, conflicts_with = "resume")]
     overwrite: bool,
     /// Optimizer steps
@@ -148,15 +148,15 @@ impl Args {
 fn run(args: Args) -> Result<ExitCode> {
     let finetune = Finetune::prepare(args.config()?)?;
     let interrupt = Interrupt::on_signals()?;
-    println!("data: {}", finetune.data().report());
+    say!("data: {}", finetune.data().report());
     let progress = ProgressLine::new(finetune.config().trainer.steps);
     let report = finetune.run(&interrupt, |event| match event {
         Event::Loaded { parameters, active, step } => {
-            println!("model: {parameters} parameters, {active} active per token; starting after step {step}");
+            say!("model: {parameters} parameters, {active} active per token; starting after step {step}");
         }
         Event::Answer { trained, question, answer } => {
             progress.finish();
-            println!(
+            say!(
                 "{} training\n  Q: {question}\n  A: {answer}",
                 if trained { "after" } else { "before" }
             );
@@ -165,20 +165,18 @@ fn run(args: Args) -> Result<ExitCode> {
     })?;
     progress.finish();
     if let Some((first, last)) = report.first_and_last_loss() {
-        println!("loss {first:.4} -> {last:.4}, mean of the first and the last tenth of the steps");
+        say!("loss {first:.4} -> {last:.4}, mean of the first and the last tenth of the steps");
     }
-    println!("saved {}", finetune.config().output.display());
+    say!("saved {}", finetune.config().output.display());
     if report.end == RunEnd::Interrupted {
-        println!("interrupted after step {}; continue with --resume", report.step);
+        say!("interrupted after step {}; continue with --resume", report.step);
         return Ok(ExitCode::from(130)); // 128 + SIGINT, as shells report it
     }
     Ok(ExitCode::SUCCESS)
 }
 
 fn main() -> ExitCode {
-    tracing_subscriber::fmt()
-        .with_env_filter(tracing_subscriber::EnvFilter::from_default_env())
-        .init();
+    log_warnings();
     match run(Args::parse()) {
         Ok(code) => code,
         Err(error) => {

@@ -9,6 +9,7 @@ use std::path::PathBuf;
 use burn_moe::Error;
 use burn_moe::backend::{Device, Infer};
 use burn_moe::checkpoint::hub::{HubOptions, locate};
+use burn_moe_examples::{log_warnings, say};
 use burn_moe_models::{AutoModelForCausalLm, FromPretrainedOptions};
 use clap::Parser;
 
@@ -36,7 +37,7 @@ struct Args {
 }
 
 fn main() {
-    tracing_subscriber::fmt().with_writer(std::io::stderr).init();
+    log_warnings();
     if let Err(error) = inspect(&Args::parse()) {
         eprintln!("error: {error}");
         std::process::exit(1);
@@ -54,20 +55,20 @@ fn inspect(args: &Args) -> burn_moe::Result<()> {
     let dir = locate(&args.model, &hub)?;
     let (config, report) = AutoModelForCausalLm::<Infer>::inspect(&dir, &FromPretrainedOptions::default(), &Device::default())?;
 
-    println!("family: {} ({})", config.model_type(), config.architecture());
-    println!("\nparameters\n{}", config.parameters());
-    println!("\nmapping (parameter <- stored names)");
+    say!("family: {} ({})", config.model_type(), config.architecture());
+    say!("\nparameters\n{}", config.parameters());
+    say!("\nmapping (parameter <- stored names)");
     for line in report.mapping() {
-        println!("  {line}");
+        say!("  {line}");
     }
-    println!("\nload report\n{report}");
+    say!("\nload report\n{report}");
     if args.tensors {
         for tensor in &report.loaded {
-            println!("{:<60} {:?} {} (stored {})", tensor.path, tensor.shape, tensor.dtype, tensor.stored);
+            say!("{:<60} {:?} {} (stored {})", tensor.path, tensor.shape, tensor.dtype, tensor.stored);
         }
     }
     if report.is_exact() {
-        println!("It loads.");
+        say!("It loads.");
         Ok(())
     } else {
         Err(Error::Mismatch("the checkpoint does not fit the model; see the load report".into()))

@@ -41,6 +41,14 @@ pub fn log_warnings() {
         .init();
 }
 
+/// `println!` that lets the program go on when nobody reads its output any more (`| head`): a run must still save.
+#[macro_export]
+macro_rules! say {
+    ($($text:tt)*) => {{
+        let _ = std::io::Write::write_fmt(&mut std::io::stdout(), format_args!("{}\n", format_args!($($text)*)));
+    }};
+}
+
 /// One line per step: rewritten in place on a terminal, every tenth step as a line of its own elsewhere.
 #[derive(Debug)]
 pub struct ProgressLine {
@@ -61,17 +69,17 @@ impl ProgressLine {
     pub fn show(&self, report: &StepReport) {
         let last = report.step == self.total;
         if self.live {
-            print!("\r\x1b[2K{}/{} {report}", report.step, self.total);
-            let _ = std::io::stdout().flush();
+            let mut out = std::io::stdout();
+            let _ = write!(out, "\r\x1b[2K{}/{} {report}", report.step, self.total).and_then(|()| out.flush());
         } else if last || report.step == 1 || report.step.is_multiple_of(10) {
-            println!("{report}");
+            say!("{report}");
         }
     }
 
     /// Leaves the line, so that other output starts on its own.
     pub fn finish(&self) {
         if self.live {
-            println!();
+            say!("");
         }
     }
 }

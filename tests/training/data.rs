@@ -201,7 +201,11 @@ fn special_tokens_come_from_every_file() {
         r#"{"eos_token": {"content": "<|im_end|>"}, "chat_template": "x{{ eos_token }}"}"#,
     );
     write("generation_config.json", r#"{"eos_token_id": [5, 1], "pad_token_id": 6}"#);
-    write("config.json", r#"{"eos_token_id": 5, "bos_token_id": 2, "pad_token_id": null}"#);
+    // Published Nemotron-H configs hold Python's Infinity.
+    write(
+        "config.json",
+        r#"{"eos_token_id": 5, "bos_token_id": 2, "pad_token_id": null, "time_step_limit": [0.0, Infinity]}"#,
+    );
     let tokenizer = Tokenizer::from_folder(folder.path()).unwrap();
     assert_eq!(tokenizer.eos_ids(), [1, 5]);
     assert_eq!((tokenizer.bos_id(), tokenizer.pad_id()), (Some(2), 6));
@@ -223,6 +227,11 @@ fn special_tokens_come_from_every_file() {
     assert!(render(&tokenizer).unwrap_err().to_string().contains("rag, tool_use"));
     write("chat_template.jinja", "file");
     assert_eq!(render(&tokenizer).unwrap().as_deref(), Some("file"));
+
+    write("special_tokens_map.json", "[]");
+    let error = Tokenizer::from_folder(folder.path()).unwrap_err().to_string();
+    assert!(error.contains("special_tokens_map.json") && error.contains("an array"), "{error}");
+    write("special_tokens_map.json", "{}");
 
     write("generation_config.json", r#"{"eos_token_id": "x"}"#);
     let error = Tokenizer::from_folder(folder.path()).unwrap_err().to_string();

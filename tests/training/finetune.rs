@@ -169,7 +169,44 @@ fn what_cannot_work_is_refused_before_training() {
     let empty = root.path().join("empty.jsonl");
     std::fs::write(&empty, "\n").unwrap();
     let base = config(&root.path().join("out"));
-    let cases: [(&str, FinetuneConfig); 7] = [
+    let copy = root.path().join("model");
+    let inside = copy.join("checkpoint-1");
+    for folder in [&copy, &inside] {
+        std::fs::create_dir_all(folder).unwrap();
+        for file in std::fs::read_dir(asset("tiny-nemotron-h")).unwrap() {
+            let file = file.unwrap();
+            std::fs::copy(file.path(), folder.join(file.file_name())).unwrap();
+        }
+    }
+    let cases: [(&str, FinetuneConfig); 12] = [
+        // The model would be replaced by its fine-tuned version, or deleted as a checkpoint of an earlier run.
+        (
+            "another output folder",
+            FinetuneConfig {
+                model: copy.clone(),
+                output: copy.clone(),
+                overwrite: true,
+                ..base.clone()
+            },
+        ),
+        (
+            "another output folder",
+            FinetuneConfig {
+                model: inside,
+                output: copy.clone(),
+                overwrite: true,
+                ..base.clone()
+            },
+        ),
+        (
+            "model.safetensors, expected no weights",
+            FinetuneConfig {
+                output: copy,
+                ..base.clone()
+            },
+        ),
+        ("`ep`", FinetuneConfig { ep: 0, ..base.clone() }),
+        ("`seq`", FinetuneConfig { seq: 1, ..base.clone() }),
         (
             "output folder",
             FinetuneConfig {
@@ -220,4 +257,20 @@ fn what_cannot_work_is_refused_before_training() {
         let error = Finetune::prepare(config).unwrap_err().to_string();
         assert!(error.contains(expected), "{expected}: {error}");
     }
+}
+
+#[test]
+fn a_model_that_diverged_in_the_last_step_is_an_error_and_leaves_the_earlier_run() {
+    let root = tempfile::tempdir().unwrap();
+    let output = root.path().join("out");
+    let mut config = config(&output);
+    config.trainer.steps = 1;
+    run(config.clone());
+    let before = weights(&output);
+    config.overwrite = true;
+    config.trainer.schedule.lr = 1e300;
+    let error = Finetune::prepare(config).unwrap().run(&Interrupt::new(), |_| {}).unwrap_err();
+    assert!(error.to_string().contains("expected finite weights"), "{error}");
+    assert_eq!(weights(&output), before);
+    assert!(!output.join("checkpoint-1.partial").exists());
 }

@@ -36,6 +36,16 @@ pub(crate) fn is_side_file(name: &str) -> bool {
             .is_some_and(|rest| rest.starts_with('/') && rest.ends_with(".jinja"))
 }
 
+/// Whether a file of this name belongs to a checkpoint: config, weights, tokenizer, chat template, generation config.
+pub fn is_checkpoint_file(name: &str) -> bool {
+    is_weight_file(name) || name == "config.json" || SIDE_FILES.contains(&name)
+}
+
+/// Whether a file of this name holds weights of a checkpoint, or their index.
+pub fn is_weight_file(name: &str) -> bool {
+    name == SINGLE_FILE || name == INDEX_FILE || is_shard(name)
+}
+
 /// Creates `dir` if need be and writes a file in it, so that an unwritable output is an error before the first step.
 pub fn check_writable(dir: &Path) -> Result<()> {
     fs::create_dir_all(dir).map_err(|e| Error::io(dir, "create the output folder", e))?;
@@ -120,9 +130,10 @@ pub(crate) fn remove_stale(dir: &Path, keep: &[String]) {
     let Ok(entries) = fs::read_dir(dir) else { return };
     for name in entries.flatten().map(|entry| entry.file_name()) {
         let Some(name) = name.to_str() else { continue };
-        let weights = |name: &str| name == SINGLE_FILE || name == INDEX_FILE || is_shard(name);
-        let interrupted = name.strip_suffix(PART).is_some_and(|name| weights(name) || name == "config.json");
-        if interrupted || (weights(name) && !keep.iter().any(|k| k == name)) {
+        let interrupted = name
+            .strip_suffix(PART)
+            .is_some_and(|name| is_weight_file(name) || name == "config.json");
+        if interrupted || (is_weight_file(name) && !keep.iter().any(|k| k == name)) {
             let path = dir.join(name);
             if let Err(error) = fs::remove_file(&path) {
                 tracing::warn!("{}: a file of an earlier save cannot be removed: {error}", path.display());

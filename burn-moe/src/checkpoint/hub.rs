@@ -35,9 +35,13 @@ pub struct HubOptions {
 
 /// The local folder of a model: `name` itself if that is a folder, else the snapshot of the Hub repository `org/name`.
 ///
-/// Errors: those of [`resolve`]; a name that is neither a folder nor looks like a repository is [`Error::Hub`].
+/// Errors: those of [`resolve`]; a revision of a local folder is [`Error::Config`]; a name that is neither a folder nor looks like a repository is [`Error::Hub`].
 pub fn locate(name: &str, options: &HubOptions) -> Result<PathBuf> {
     if Path::new(name).is_dir() {
+        if let Some(revision) = &options.revision {
+            let expected = format!("none, because {name} is a local folder");
+            return Err(Error::config("revision", revision, expected));
+        }
         return Ok(PathBuf::from(name));
     }
     resolve(name, options)

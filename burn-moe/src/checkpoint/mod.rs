@@ -25,7 +25,7 @@ mod source;
 mod transform;
 mod write;
 
-pub use files::check_writable;
+pub use files::{check_writable, is_checkpoint_file, is_weight_file};
 pub use json::{ConfigJson, as_f64, from_f64};
 pub use load::{LoadOptions, inspect, load};
 pub use mapping::{Layout, Rule, WeightMap};

@@ -16,7 +16,7 @@ use burn_ep_backend::comm::EpGroup;
 use indicatif::ProgressBar;
 
 use super::binding::Binding;
-use super::cast::{cast, from_burn};
+use super::cast::{cast, first_nonfinite, from_burn};
 use super::files::{
     check_writable, commit, copy_side_files, create_part, open_part, part, remove_stale, shard_names, sync_dir, write_whole,
 };
@@ -43,6 +43,8 @@ pub struct SaveOptions<'a> {
     pub like: Option<&'a CheckpointSource>,
     /// `config.json` to write; None: that of `like`.
     pub config: Option<&'a ConfigJson>,
+    /// Write NaN and infinite weights too. Without it a model that diverged is an error, not a checkpoint that cannot be loaded.
+    pub allow_nonfinite: bool,
     /// Largest weight file in bytes (5 GB by default); a larger single tensor gets a file of its own.
     pub max_shard_bytes: u64,
     /// Expert-parallel group. All ranks call [`save`] with the same options and write into one folder, which all must see.
@@ -56,6 +58,7 @@ impl Default for SaveOptions<'_> {
         Self {
             like: None,
             config: None,
+            allow_nonfinite: false,
             max_shard_bytes: MAX_SHARD_BYTES,
             ep: None,
             progress: false,
@@ -82,7 +85,7 @@ pub struct SaveReport {
 ///
 /// Errors: [`Error::Io`] when the folder cannot be written (the last good save in it is then still whole),
 /// [`Error::Config`] for a malformed table or a missing config, [`Error::Mismatch`] when a parameter's shape does not fit its
-/// layout, [`Error::Op`] when another rank failed.
+/// layout or a weight is not finite, [`Error::Op`] when another rank failed.
 pub fn save<B: Backend, M: Module<B>>(module: &M, map: &WeightMap, dir: impl AsRef<Path>, options: &SaveOptions<'_>) -> Result<SaveReport> {
     let dir = dir.as_ref();
     let ranks = Ranks(options.ep);
@@ -206,6 +209,7 @@ fn write_params<B: Backend, M: Module<B>>(
         },
         rank: ranks.rank(),
         bar: &bar,
+        allow_nonfinite: options.allow_nonfinite,
         error: None,
     };
     module.visit(&mut writer);
@@ -340,6 +344,7 @@ struct Writer<'a> {
     files: Files,
     rank: EpRank,
     bar: &'a ProgressBar,
+    allow_nonfinite: bool,
     /// A visitor cannot fail: the first error is kept and the rest skipped.
     error: Option<Error>,
 }
@@ -355,6 +360,15 @@ impl Writer<'_> {
             return;
         }
         let data = data();
+        if !self.allow_nonfinite
+            && let Some((index, value)) = from_burn(data.dtype).and_then(|dtype| first_nonfinite(dtype, data.as_bytes()))
+        {
+            let found = format!("{path}: found {value} at element {index}");
+            self.error = Some(Error::Mismatch(format!(
+                "{found}, expected finite weights (or set `allow_nonfinite`): nothing was saved"
+            )));
+            return;
+        }
         for copy in &param.copies {
             let local = param.share.as_ref().map_or(0..1, |share| share.local.clone());
             let written = self.write(&path, &data, copy, local);

@@ -207,7 +207,12 @@ struct Encoder<'a> {
 impl Encoder<'_> {
     /// The document of one line and the number of tokens cut off it; no document when none of the rest is scored.
     fn line(&self, text: &[u8]) -> Result<(Option<Document>, usize), String> {
-        let json: Value = serde_json::from_slice(text).map_err(|e| format!("not valid JSON: {e}"))?;
+        let json: Value = serde_json::from_slice(text).map_err(|e| {
+            // serde_json counts lines within this one.
+            let why = e.to_string();
+            let why = why.split(" at line ").next().unwrap_or_default();
+            format!("not valid JSON: {why} at column {}", e.column())
+        })?;
         let mut document = self.encode(json)?;
         let EncodeOptions {
             max_len,

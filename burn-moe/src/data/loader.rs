@@ -10,10 +10,14 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 
 use super::batch::{Layout, first_fit};
+use super::chat::Document;
 use super::jsonl::Dataset;
 use crate::batch::HostBatch;
 use crate::error::{Error, Result};
 use crate::train::BatchSource;
+
+/// Tokens of the largest micro-batch over all ranks.
+const MAX_BATCH_TOKENS: usize = 1 << 26;
 
 /// Shape and order of batches.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -91,6 +95,20 @@ impl Loader {
         if let Some((i, document)) = data.documents().iter().enumerate().find(|(_, d)| d.len() > options.seq) {
             let found = format!("{}, but document {i} has {} tokens", options.seq, document.len());
             return Err(Error::config("seq", found, "at least the length of the longest document"));
+        }
+        // What a batch allocates; beyond this a setting is a slip, and would take the machine down before any error.
+        let row = match options.layout {
+            Layout::PadToLongest => data.documents().iter().map(Document::len).max().unwrap_or(0),
+            Layout::PadToMax | Layout::Packed => options.seq,
+        };
+        let rows = options.batch.saturating_mul(options.world);
+        if rows.saturating_mul(row) > MAX_BATCH_TOKENS {
+            let found = format!("{rows} rows of {row} tokens");
+            return Err(Error::config(
+                "batch",
+                found,
+                format!("at most {MAX_BATCH_TOKENS} tokens; lower `batch` or `seq`"),
+            ));
         }
         let mut fingerprint = data.fingerprint() ^ u64::from(options.shuffle);
         if options.layout == Layout::Packed {
@@ -355,6 +373,18 @@ mod tests {
         assert!(error.contains("seq") && error.contains("document 1 has 5 tokens"), "{error}");
         assert!(Loader::new(data.clone(), options(0, 0, 1)).is_err());
         assert!(Loader::new(data.clone(), options(1, 2, 2)).is_err());
+        for (batch, seq, layout) in [
+            (usize::MAX, 8, Layout::PadToLongest),
+            (1, usize::MAX, Layout::Packed),
+            (1 << 20, 1 << 20, Layout::PadToMax),
+        ] {
+            let huge = LoaderOptions {
+                layout,
+                ..LoaderOptions::new(batch, seq)
+            };
+            let error = Loader::new(data.clone(), huge).unwrap_err().to_string();
+            assert!(error.contains("`batch`") && error.contains("at most"), "{error}");
+        }
 
         let mut loader = Loader::new(data.clone(), options(1, 0, 1)).unwrap();
         let position = loader.position();

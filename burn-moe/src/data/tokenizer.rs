@@ -6,6 +6,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
+use crate::checkpoint::ConfigJson;
 use crate::error::{Error, Result};
 
 /// Text as tokens.
@@ -154,10 +155,10 @@ fn text_error(what: &str, why: impl ToString) -> Error {
     }
 }
 
-/// A JSON file; null when there is none.
+/// A file with a JSON object, which may hold Python's `Infinity` (published configs do); null when there is none.
 pub(super) fn read_json(path: &Path) -> Result<Value> {
-    match std::fs::read(path) {
-        Ok(bytes) => serde_json::from_slice(&bytes).map_err(|e| Error::checkpoint(path, "JSON", e, "valid JSON")),
+    match std::fs::read_to_string(path) {
+        Ok(text) => ConfigJson::parse(path, text).map(|json| json.to_value()),
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Ok(Value::Null),
         Err(e) => Err(Error::io(path, "read", e)),
     }

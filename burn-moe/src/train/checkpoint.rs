@@ -52,11 +52,29 @@ impl SavePlan {
         let Some(keep) = self.keep else { return Ok(()) };
         let mut all = checkpoints(&self.output)?;
         all.truncate(all.len().saturating_sub(keep));
-        for (_, dir) in all {
-            std::fs::remove_dir_all(&dir).map_err(|e| Error::io(&dir, "remove an old checkpoint", e))?;
-        }
-        Ok(())
+        all.into_iter().try_for_each(|(_, dir)| remove_checkpoint(&dir))
     }
+}
+
+/// Removes a checkpoint, under another name: what is left of it when the process ends meanwhile is not taken for one.
+pub fn remove_checkpoint(dir: &Path) -> Result<()> {
+    let removed = with_suffix(dir, ".removed");
+    remove_if_there(&removed)?;
+    std::fs::rename(dir, &removed).map_err(|e| Error::io(dir, "move an old checkpoint aside", e))?;
+    remove_if_there(&removed)
+}
+
+/// What processes that were killed left behind: checkpoints half written or half removed.
+fn remove_leftovers(output: &Path) -> Result<()> {
+    for entry in std::fs::read_dir(output).map_err(|e| Error::io(output, "list", e))? {
+        let path = entry.map_err(|e| Error::io(output, "list", e))?.path();
+        let name = path.file_name().and_then(|name| name.to_str()).unwrap_or_default();
+        let step = name.strip_prefix("checkpoint-").and_then(|rest| rest.split_once('.'));
+        if step.is_some_and(|(step, end)| step.parse::<u64>().is_ok() && ["partial", "removed"].contains(&end)) {
+            remove_if_there(&path)?;
+        }
+    }
+    Ok(())
 }
 
 /// The newest complete checkpoint in `output`, if any.
@@ -93,12 +111,18 @@ pub(super) fn write_folder(dir: &Path, ep: Option<&EpGroup>, write: impl FnOnce(
         None => Ok(()),
     };
     if leader {
-        remove_if_there(&partial)?;
+        if let Some(output) = dir.parent().filter(|output| output.is_dir()) {
+            remove_leftovers(output)?;
+        }
         std::fs::create_dir_all(&partial).map_err(|e| Error::io(&partial, "create", e))?;
     }
     barrier()?;
-    write(&partial)?;
-    barrier()?;
+    let written = write(&partial).and_then(|()| barrier());
+    if written.is_err() && leader {
+        // Best effort: the disk may be full, and the error that says so is the one to report.
+        let _ = remove_if_there(&partial);
+    }
+    written?;
     if leader {
         sync_folder(&partial)?;
         let replaced = with_suffix(dir, ".replaced");
@@ -186,6 +210,26 @@ mod tests {
         assert_eq!(latest_checkpoint(root.path()).unwrap(), Some(plan.checkpoint(10)));
         plan.prune().unwrap();
         assert!(!plan.checkpoint(2).exists() && plan.checkpoint(9).exists() && plan.checkpoint(10).exists());
+    }
+
+    #[test]
+    fn what_a_killed_process_left_is_no_checkpoint_and_goes_with_the_next_save() {
+        let root = tempfile::tempdir().unwrap();
+        let plan = SavePlan::new(root.path());
+        for name in [
+            "checkpoint-3.removed",
+            "checkpoint-4.partial",
+            "checkpoint-5.notes",
+            "checkpoint-old.removed",
+        ] {
+            std::fs::create_dir_all(root.path().join(name).join(STATE_DIR)).unwrap();
+        }
+        assert_eq!(latest_checkpoint(root.path()).unwrap(), None);
+        let full_disk = |p: &Path| Err(Error::io(p, "write", std::io::ErrorKind::StorageFull.into()));
+        assert!(write_folder(&plan.checkpoint(6), None, full_disk).is_err());
+        let mut left: Vec<_> = std::fs::read_dir(root.path()).unwrap().map(|e| e.unwrap().file_name()).collect();
+        left.sort();
+        assert_eq!(left, ["checkpoint-5.notes", "checkpoint-old.removed"]);
     }
 
     #[test]

@@ -7,6 +7,9 @@ use crate::error::{Error, Result};
 use crate::loss::AuxScaling;
 use crate::optim::{AdamWConfig, RouterBiasConfig};
 
+/// A step holds all of its micro-batches at once.
+const MAX_MICRO_BATCHES: usize = 1 << 16;
+
 /// Settings of [`super::Trainer`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -50,8 +53,9 @@ impl Default for TrainerConfig {
 impl TrainerConfig {
     /// Checks every field that can be checked without a model.
     pub fn validate(&self) -> Result<()> {
-        if self.micro_batches == 0 {
-            return Err(Error::config("micro_batches", 0, "at least 1"));
+        if self.micro_batches == 0 || self.micro_batches > MAX_MICRO_BATCHES {
+            let expected = format!("1 to {MAX_MICRO_BATCHES}");
+            return Err(Error::config("micro_batches", self.micro_batches, expected));
         }
         self.schedule.validate(self.steps)?;
         self.optimizer.validate()?;

@@ -17,7 +17,7 @@ mod step;
 mod trainer;
 
 pub use backend::{TrainBackend, TrainableLm};
-pub use checkpoint::{SavePlan, latest_checkpoint};
+pub use checkpoint::{SavePlan, latest_checkpoint, remove_checkpoint};
 pub use config::TrainerConfig;
 pub use interrupt::Interrupt;
 pub use metrics::{ExpertLoad, StepReport};

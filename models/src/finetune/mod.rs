@@ -112,13 +112,21 @@ pub struct Finetune {
     data: Arc<Dataset>,
     /// The question as tokens.
     prompt: Option<Vec<i32>>,
+    /// Longest sequence the model can take.
+    max_positions: usize,
 }
 
 impl Finetune {
     /// Checks the settings, reads tokenizer and data, and prepares the output folder.
     pub fn prepare(config: FinetuneConfig) -> Result<Self> {
         config.trainer.validate()?;
-        if config.ep == 0 || config.batch == 0 || !config.batch.is_multiple_of(config.ep) {
+        if config.ep == 0 {
+            return Err(Error::config("ep", 0, "at least 1"));
+        }
+        if config.seq < 2 {
+            return Err(Error::config("seq", config.seq, "at least 2 (a token and its successor)"));
+        }
+        if config.batch == 0 || !config.batch.is_multiple_of(config.ep) {
             let expected = format!("a positive multiple of the expert-parallel size {}", config.ep);
             return Err(Error::config("batch", config.batch, expected));
         }
@@ -131,12 +139,10 @@ impl Finetune {
             return Err(Error::config("model", config.model.display(), expected));
         }
         model.check_expert_parallel(config.ep)?;
-        if let Some(positions) = model.capabilities().max_positions.filter(|&max| config.seq > max) {
-            return Err(Error::config(
-                "seq",
-                config.seq,
-                format!("at most the model's {positions} positions"),
-            ));
+        let max_positions = model.capabilities().max_positions.unwrap_or(usize::MAX);
+        if config.seq > max_positions {
+            let expected = format!("at most the model's {max_positions} positions");
+            return Err(Error::config("seq", config.seq, expected));
         }
 
         let tokenizer = Tokenizer::from_folder(&config.model)?;
@@ -155,12 +161,17 @@ impl Finetune {
             }
             (Some(question), None) => Some(tokenizer.encode(question, true)?.ids),
         };
+        if let Some(prompt) = prompt.as_ref().filter(|prompt| prompt.len() >= max_positions) {
+            let expected = format!("fewer than the model's {max_positions} positions");
+            return Err(Error::config("question", format!("{} tokens", prompt.len()), expected));
+        }
         Ok(Self {
             config,
             resumed,
             tokenizer,
             data: Arc::new(data),
             prompt,
+            max_positions,
         })
     }
 

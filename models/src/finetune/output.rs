@@ -2,14 +2,28 @@
 
 use std::path::{Path, PathBuf};
 
-use burn_moe::train::{SavePlan, latest_checkpoint};
+use burn_moe::checkpoint::{is_checkpoint_file, is_weight_file};
+use burn_moe::train::{SavePlan, latest_checkpoint, remove_checkpoint};
 use burn_moe::{Error, Result};
 
 use super::FinetuneConfig;
 
+const CONFIG: &str = "config.json";
+
 /// Checks that the output can be written and holds what the run expects; returns the checkpoint to resume.
 pub(super) fn check(config: &FinetuneConfig) -> Result<Option<PathBuf>> {
     plan(config).validate()?;
+    // Publishing replaces weights and overwriting deletes checkpoints: the model's own files must not be among them.
+    if let (Ok(model), Ok(output)) = (config.model.canonicalize(), config.output.canonicalize())
+        && let Ok(inside) = model.strip_prefix(&output)
+        && inside
+            .iter()
+            .next()
+            .is_none_or(|name| name.to_string_lossy().starts_with("checkpoint-"))
+    {
+        let expected = format!("another output folder than that of the model, {}", config.model.display());
+        return Err(Error::config("output", config.output.display(), expected));
+    }
     let latest = latest_checkpoint(&config.output)?;
     match (latest, config.resume) {
         (None, true) => Err(Error::checkpoint(
@@ -19,30 +33,34 @@ pub(super) fn check(config: &FinetuneConfig) -> Result<Option<PathBuf>> {
             "one to resume from",
         )),
         (Some(latest), true) => Ok(Some(latest)),
-        (None, false) => Ok(None),
-        (Some(_), false) if config.overwrite => match is_inside(&config.model, &config.output) {
-            true => Err(Error::config(
-                "overwrite",
-                format!("true, but the model {} is one of the checkpoints to delete", config.model.display()),
-                "another output folder",
-            )),
-            false => Ok(None),
-        },
+        (_, false) if config.overwrite => Ok(None),
         (Some(latest), false) => Err(Error::checkpoint(
             &config.output,
             "output",
             format!("the checkpoint {} of an earlier run", latest.display()),
             "no checkpoint; resume it, overwrite it, or choose another output folder",
         )),
+        (None, false) => match files(&config.output)?.into_iter().find(|path| is_weight_file(&name(path))) {
+            Some(weights) => Err(Error::checkpoint(
+                &config.output,
+                "output",
+                format!("the weights {}", weights.display()),
+                "no weights; overwrite them, or choose another output folder",
+            )),
+            None => Ok(None),
+        },
     }
 }
 
-/// True for a folder below `output`, not for `output` itself.
-fn is_inside(folder: &Path, output: &Path) -> bool {
-    match (folder.canonicalize(), output.canonicalize()) {
-        (Ok(folder), Ok(output)) => folder != output && folder.starts_with(output),
-        _ => false,
-    }
+/// The plain files of a folder.
+fn files(dir: &Path) -> Result<Vec<PathBuf>> {
+    let entries = std::fs::read_dir(dir).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
+    let entries = entries.map_err(|e| Error::io(dir, "list", e))?;
+    Ok(entries.into_iter().map(|e| e.path()).filter(|p| p.is_file()).collect())
+}
+
+fn name(path: &Path) -> String {
+    path.file_name().unwrap_or_default().to_string_lossy().into_owned()
 }
 
 /// When and where the trainer saves.
@@ -57,7 +75,7 @@ pub(super) fn plan(config: &FinetuneConfig) -> SavePlan {
 /// Removes checkpoints of an earlier run: they would be taken for this run's when it is resumed.
 pub(super) fn remove_checkpoints(output: &Path) -> Result<()> {
     while let Some(dir) = latest_checkpoint(output)? {
-        std::fs::remove_dir_all(&dir).map_err(|e| Error::io(dir, "remove an old checkpoint", e))?;
+        remove_checkpoint(&dir)?;
     }
     Ok(())
 }
@@ -65,17 +83,17 @@ pub(super) fn remove_checkpoints(output: &Path) -> Result<()> {
 /// Makes the output folder itself loadable: its files are those of the last checkpoint, as links where the file system can
 /// (no second copy of the weights), else as copies. The training state stays in the checkpoint.
 pub(super) fn publish(checkpoint: &Path, output: &Path) -> Result<()> {
-    let list = |dir: &Path| -> Result<Vec<PathBuf>> {
-        let entries = std::fs::read_dir(dir).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
-        let entries = entries.map_err(|e| Error::io(dir, "list", e))?;
-        Ok(entries.into_iter().map(|e| e.path()).filter(|p| p.is_file()).collect())
-    };
-    let name = |path: &Path| path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-    // Weights of an earlier run may be split differently; a stale shard or index must not outlive them.
-    for old in list(output)?.iter().filter(|p| name(p).contains(".safetensors")) {
-        std::fs::remove_file(old).map_err(|e| Error::io(old, "remove old weights", e))?;
+    // Weights of an earlier run may be split differently, and its model may have had other side files; none may outlive it.
+    // The config goes first and comes last: without it no reader takes a half-filled folder for a checkpoint.
+    let mut old = files(output)?;
+    old.retain(|path| is_checkpoint_file(&name(path)));
+    old.sort_by_key(|path| name(path) != CONFIG);
+    for path in old {
+        std::fs::remove_file(&path).map_err(|e| Error::io(path, "remove an old file", e))?;
     }
-    for file in list(checkpoint)? {
+    let mut new = files(checkpoint)?;
+    new.sort_by_key(|path| name(path) == CONFIG);
+    for file in new {
         let target = output.join(name(&file));
         let partial = output.join(format!("{}.partial", name(&file)));
         let _ = std::fs::remove_file(&partial);

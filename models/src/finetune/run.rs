@@ -171,7 +171,7 @@ impl Finetune {
             return Ok(());
         };
         let options = GenerateOptions {
-            max_new_tokens: self.config.max_new_tokens,
+            max_new_tokens: self.config.max_new_tokens.min(self.max_positions.saturating_sub(prompt.len())),
             stop_tokens: self.tokenizer.eos_ids().to_vec(),
             ep: ep.cloned(),
             ..GenerateOptions::default()
