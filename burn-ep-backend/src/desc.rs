@@ -3,7 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 /// How router logits become scores.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum RouterScore {
     /// Softmax over all experts in fp32, then top-k (Qwen3-MoE, Mixtral).

@@ -18,9 +18,81 @@ use crate::reference;
 pub type Cuda = CubeBackend<CudaRuntime, f32, i32, u8>;
 
 impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend<CudaRuntime, F, I, BT> {
+    fn moe_route(
+        logits_te: FloatTensor<Self>,
+        selection_bias_e: Option<FloatTensor<Self>>,
+        replay_tk: Option<IntTensor<Self>>,
+        desc: &RouterDesc,
+    ) -> RoutePrim<Self> {
+        if !cube::route::supports(&logits_te, replay_tk.as_ref(), desc) {
+            return reference::route::route::<Self>(logits_te, selection_bias_e, replay_tk, desc);
+        }
+        let [weights_tk, ids_tk] = cube::route::route(logits_te, selection_bias_e, replay_tk, desc);
+        RoutePrim { weights_tk, ids_tk }
+    }
+
+    fn moe_route_backward(
+        logits_te: FloatTensor<Self>,
+        ids_tk: IntTensor<Self>,
+        grad_weights_tk: FloatTensor<Self>,
+        desc: &RouterDesc,
+    ) -> FloatTensor<Self> {
+        if !cube::route::supports(&logits_te, Some(&ids_tk), desc) {
+            return reference::route::route_backward::<Self>(logits_te, ids_tk, grad_weights_tk, desc);
+        }
+        cube::route::route_backward(logits_te, ids_tk, grad_weights_tk, desc)
+    }
+
+    fn moe_sort_by_expert(ids_tk: IntTensor<Self>, num_experts: usize) -> ExpertOrderPrim<Self> {
+        if !cube::sort::supports(&ids_tk, num_experts) {
+            return reference::permute::sort_by_expert::<Self>(ids_tk, num_experts);
+        }
+        let order = cube::sort::sort_by_expert(ids_tk, num_experts);
+        ExpertOrderPrim {
+            slots_r: order.slots,
+            positions_r: order.positions,
+            offsets_e1: order.offsets,
+        }
+    }
+
+    fn moe_permute(x_td: FloatTensor<Self>, order: &ExpertOrderPrim<Self>, top_k: usize) -> FloatTensor<Self> {
+        if !cube::permute::supports(&x_td, order) {
+            return reference::permute::permute::<Self>(x_td, order, top_k);
+        }
+        cube::permute::permute(x_td, order.slots_r.clone(), top_k)
+    }
+
+    fn moe_unpermute(
+        rows_rd: FloatTensor<Self>,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FloatTensor<Self>>,
+        top_k: usize,
+    ) -> FloatTensor<Self> {
+        if !cube::permute::supports(&rows_rd, order) {
+            return reference::permute::unpermute::<Self>(rows_rd, order, weights_tk, top_k);
+        }
+        cube::permute::unpermute(rows_rd, order.positions_r.clone(), weights_tk, None, top_k)
+    }
+
+    fn moe_unpermute_backward(
+        grad_td: FloatTensor<Self>,
+        rows_rd: FloatTensor<Self>,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FloatTensor<Self>>,
+        top_k: usize,
+    ) -> (FloatTensor<Self>, Option<FloatTensor<Self>>) {
+        match weights_tk {
+            Some(weights_tk) if cube::permute::supports(&rows_rd, order) => {
+                let (rows, weights) = cube::permute::unpermute_backward(grad_td, rows_rd, order.slots_r.clone(), weights_tk, top_k);
+                (rows, Some(weights))
+            }
+            weights_tk => reference::permute::unpermute_backward::<Self>(grad_td, rows_rd, order, weights_tk, top_k),
+        }
+    }
+
     fn grouped_matmul(rows: FloatTensor<Self>, weight: FloatTensor<Self>, offsets_e1: IntTensor<Self>) -> FloatTensor<Self> {
         let [groups, n, k] = weight.shape().dims::<3>();
-        if hopper::fits(&rows) && hopper::gemm::supports([n, k], groups) {
+        if hopper_product_fits(&rows, &weight, &offsets_e1) && hopper::gemm::supports([n, k], groups) {
             return hopper::gemm::grouped(Product::Forward, rows, weight, offsets_e1);
         }
         reference::grouped_matmul::grouped_matmul::<Self>(rows, weight, offsets_e1)
@@ -28,7 +100,7 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
 
     fn grouped_matmul_grad_rows(grad: FloatTensor<Self>, weight: FloatTensor<Self>, offsets_e1: IntTensor<Self>) -> FloatTensor<Self> {
         let [groups, n, k] = weight.shape().dims::<3>();
-        if hopper::fits(&grad) && hopper::gemm::supports([n, k], groups) {
+        if hopper_product_fits(&grad, &weight, &offsets_e1) && hopper::gemm::supports([n, k], groups) {
             return hopper::gemm::grouped(Product::GradRows, grad, weight, offsets_e1);
         }
         reference::grouped_matmul::grad_rows::<Self>(grad, weight, offsets_e1)
@@ -37,10 +109,40 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
     fn grouped_matmul_grad_weight(grad: FloatTensor<Self>, rows: FloatTensor<Self>, offsets_e1: IntTensor<Self>) -> FloatTensor<Self> {
         let ([_, m], [_, n]) = (grad.shape().dims::<2>(), rows.shape().dims::<2>());
         let [e1] = offsets_e1.shape().dims::<1>();
-        if hopper::fits(&grad) && hopper::gemm::supports([m, n], e1 - 1) {
+        if hopper_product_fits(&grad, &rows, &offsets_e1) && hopper::gemm::supports([m, n], e1 - 1) {
             return hopper::gemm::grouped_grad_weight(grad, rows, offsets_e1);
         }
         reference::grouped_matmul::grad_weight::<Self>(grad, rows, offsets_e1)
+    }
+
+    fn expert_mlp(
+        x_td: FloatTensor<Self>,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FloatTensor<Self>>,
+        experts: &ExpertWeightsPrim<Self>,
+        top_k: usize,
+        activation: ExpertActivation,
+    ) -> ExpertMlpPrim<Self> {
+        if !cube::permute::supports(&x_td, order) {
+            return reference::expert_mlp::expert_mlp::<Self>(x_td, order, weights_tk, experts, top_k, activation);
+        }
+        cube::expert_mlp::expert_mlp::<Self>(x_td, order, weights_tk, experts, top_k, activation)
+    }
+
+    fn expert_mlp_backward(
+        grad_td: FloatTensor<Self>,
+        x_td: FloatTensor<Self>,
+        up_rf: FloatTensor<Self>,
+        order: &ExpertOrderPrim<Self>,
+        weights_tk: Option<FloatTensor<Self>>,
+        experts: &ExpertWeightsPrim<Self>,
+        top_k: usize,
+        activation: ExpertActivation,
+    ) -> ExpertMlpGrads<Self> {
+        if !cube::permute::supports(&x_td, order) {
+            return reference::expert_mlp::expert_mlp_backward::<Self>(grad_td, x_td, up_rf, order, weights_tk, experts, top_k, activation);
+        }
+        cube::expert_mlp::expert_mlp_backward::<Self>(grad_td, x_td, up_rf, order, weights_tk, experts, top_k, activation)
     }
 
     fn flash_attention(
@@ -158,12 +260,29 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         }
         reference::causal_conv1d::causal_conv1d_backward::<Self>(grad_bsc, x_bsc, weight_ck, bias_c, doc_start_bs, silu)
     }
+
+    fn adamw_step(
+        state: AdamWPrim<Self>,
+        grad: FloatTensor<Self>,
+        grad_scale: Option<FloatTensor<Self>>,
+        desc: &AdamWDesc,
+    ) -> AdamWPrim<Self> {
+        if !cube::adamw::supports(&state, &grad) {
+            return reference::adamw::adamw_step::<Self>(state, grad, grad_scale, desc);
+        }
+        cube::adamw::adamw_step(state, grad, grad_scale, desc)
+    }
 }
 
 /// How the portable norm kernels deal the rows of `x`; None where they do not fit.
 fn cube_rows(x: &CudaTensor, others: &[&CudaTensor], groups: usize) -> Option<Rows> {
     let fits = cube::fits(others.iter().copied().chain([x]));
     fits.then(|| Rows::of(x, groups)).flatten()
+}
+
+/// Both operands in bf16 and offsets in i32; other dtypes take the reference, which casts.
+fn hopper_product_fits(lhs: &CudaTensor, rhs: &CudaTensor, offsets: &CudaTensor) -> bool {
+    hopper::fits(lhs) && hopper::fits(rhs) && offsets.dtype == burn_backend::DType::I32
 }
 
 fn hopper_attention_fits<B>(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor, mask: &AttentionMaskPrim<B>, desc: &AttentionDesc) -> bool

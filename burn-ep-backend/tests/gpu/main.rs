@@ -3,11 +3,13 @@
 //! Low-precision rule: the error against the fp32 result on the same (rounded) inputs is at most twice the error of the
 //! plain bf16 path on the CPU, plus a small floor. Needs a GPU; built with `--features cuda`.
 
+mod adamw;
 mod attention;
+mod experts;
 mod loss;
 mod mamba;
 mod matmul;
 mod norms;
-mod optimizer;
 mod rope;
+mod routing;
 mod support;

@@ -3,12 +3,21 @@
 //! All of them work on dense row-major tensors and compute in fp32. `usize` is as wide as the kernel's address type, which
 //! is 32 bits unless `address_type = "u64"` is given: every kernel here gives it.
 
+pub mod activation;
+pub mod adamw;
 pub mod causal_conv1d;
+#[cfg(test)]
+mod compile_check;
+pub mod expert_mlp;
 pub mod gated_rms_norm;
+pub mod launch;
+pub mod permute;
 pub mod reduce;
 pub mod rms_norm;
 pub mod rope;
+pub mod route;
 pub mod rows;
+pub mod sort;
 #[cfg(test)]
 mod source;
 

@@ -1,0 +1,218 @@
+//! AdamW: one pass over a parameter and its state, arithmetic in fp32, in place where nobody else holds the buffers.
+
+use burn_backend::{DType, TensorMetadata};
+use cubecl::prelude::*;
+
+use super::super::raw::{CudaTensor, dense, empty};
+use super::fits;
+use super::launch::{ROW_UNITS, addresses, dense_f32};
+use crate::MoeBackend;
+use crate::backend::AdamWPrim;
+use crate::desc::AdamWDesc;
+
+/// Elements per unit.
+const PER_UNIT: usize = 4;
+
+/// `m += (g - m) * take_m`, `v = v * keep_v + g² * take_v`, `p = p * decay - step_size * m / (sqrt(v) / v_root + eps)`.
+///
+/// Each output may be the buffer of its own input: an element is read and written by the same unit only.
+#[cube(launch_unchecked, address_type = "dynamic")]
+fn step_kernel<P: Float, G: Float, M: Float, V: Float>(
+    param: &Tensor<P>,
+    grad: &Tensor<G>,
+    m: &Tensor<M>,
+    v: &Tensor<V>,
+    master: &Tensor<f32>,
+    grad_scale: &Tensor<f32>,
+    param_out: &mut Tensor<P>,
+    m_out: &mut Tensor<M>,
+    v_out: &mut Tensor<V>,
+    master_out: &mut Tensor<f32>,
+    n: usize,
+    decay: f32,
+    take_m: f32,
+    keep_v: f32,
+    take_v: f32,
+    v_root: f32,
+    eps: f32,
+    step_size: f32,
+    #[comptime] has_master: bool,
+    #[comptime] scaled: bool,
+    #[define(P, G, M, V)] _dtypes: [StorageType; 4],
+) {
+    let mut scale = f32::new(1.0);
+    if comptime!(scaled) {
+        scale = grad_scale[0];
+    }
+    let stride = CUBE_DIM as usize;
+    let first = CUBE_POS * stride * PER_UNIT + UNIT_POS as usize;
+    #[unroll]
+    for step in 0..PER_UNIT {
+        let i = first + step * stride;
+        if i < n {
+            let g = f32::cast_from(grad[i]) * scale;
+            let old_m = f32::cast_from(m[i]);
+            let new_m = old_m + (g - old_m) * take_m;
+            let new_v = f32::cast_from(v[i]) * keep_v + g * take_v * g;
+            let mut p = f32::cast_from(param[i]);
+            if comptime!(has_master) {
+                p = master[i];
+            }
+            let new_p = p * decay - new_m / (f32::sqrt(new_v) / v_root + eps) * step_size;
+            param_out[i] = P::cast_from(new_p);
+            m_out[i] = M::cast_from(new_m);
+            v_out[i] = V::cast_from(new_v);
+            if comptime!(has_master) {
+                master_out[i] = new_p;
+            }
+        }
+    }
+}
+
+/// Whether the kernel takes these dtypes.
+pub fn supports<B>(state: &AdamWPrim<B>, grad: &CudaTensor) -> bool
+where
+    B: MoeBackend<FloatTensorPrimitive = CudaTensor>,
+{
+    let floats = fits([&state.param, &state.m, &state.v, grad]);
+    let master = state.master.as_ref().is_none_or(|master| master.dtype == DType::F32);
+    floats && master && state.param.shape().num_elements() > 0
+}
+
+/// A tensor that will be overwritten by its own update: where to read, where to write, and the result.
+struct Update {
+    read: TensorArg<cubecl::cuda::CudaRuntime>,
+    write: TensorArg<cubecl::cuda::CudaRuntime>,
+    out: CudaTensor,
+}
+
+impl Update {
+    /// `at` is the position of the tensor among the kernel's arguments.
+    fn new(tensor: CudaTensor, at: usize) -> Self {
+        let tensor = dense(tensor);
+        if tensor.can_mut() {
+            return Self {
+                write: tensor.as_tensor_alias(at),
+                read: tensor.clone().into_tensor_arg(),
+                out: tensor,
+            };
+        }
+        let shape: Vec<usize> = tensor.shape().iter().copied().collect();
+        let out = empty(&tensor, &shape, tensor.dtype);
+        Self {
+            read: tensor.into_tensor_arg(),
+            write: out.clone().into_tensor_arg(),
+            out,
+        }
+    }
+}
+
+/// See [`MoeBackend::adamw_step`].
+pub fn adamw_step<B>(state: AdamWPrim<B>, grad: CudaTensor, grad_scale: Option<CudaTensor>, desc: &AdamWDesc) -> AdamWPrim<B>
+where
+    B: MoeBackend<FloatTensorPrimitive = CudaTensor>,
+{
+    let grad = dense(grad);
+    let n = grad.shape().num_elements();
+    let client = grad.client.clone();
+    let address = addresses(&[&grad, &state.param]);
+    let dtypes = [&state.param, &grad, &state.m, &state.v].map(|tensor| tensor.dtype.into());
+    let (has_master, scaled) = (state.master.is_some(), grad_scale.is_some());
+    let param = Update::new(state.param, 0);
+    let (m, v) = (Update::new(state.m, 2), Update::new(state.v, 3));
+    // Absent tensors are neither read nor written; one element stands in for them.
+    let unread = empty(&grad, &[1], DType::F32);
+    let master = Update::new(state.master.unwrap_or_else(|| unread.clone()), 4);
+    let grad_scale = grad_scale.map_or(unread, dense_f32);
+    let factors = desc.factors();
+    // SAFETY: the cubes cover `n` elements and each unit checks that bound; all tensors are dense with `n` elements.
+    unsafe {
+        step_kernel::launch_unchecked(
+            &client,
+            CubeCount::Static(n.div_ceil(ROW_UNITS as usize * PER_UNIT) as u32, 1, 1),
+            CubeDim::new_1d(ROW_UNITS),
+            address,
+            param.read,
+            grad.into_tensor_arg(),
+            m.read,
+            v.read,
+            master.read,
+            grad_scale.into_tensor_arg(),
+            param.write,
+            m.write,
+            v.write,
+            master.write,
+            n,
+            factors.decay as f32,
+            factors.take_m as f32,
+            factors.keep_v as f32,
+            factors.take_v as f32,
+            factors.v_root as f32,
+            factors.eps as f32,
+            factors.step_size as f32,
+            has_master,
+            scaled,
+            dtypes,
+        );
+    }
+    AdamWPrim {
+        param: param.out,
+        m: m.out,
+        v: v.out,
+        master: has_master.then_some(master.out),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::compile_check::*;
+    use super::*;
+
+    #[test]
+    fn step_kernel_compiles_for_sm_90a() {
+        let mixed = [DType::BF16, DType::BF16, DType::F32, DType::BF16];
+        for (dtypes, flag) in [([DType::F32; 4], false), ([DType::BF16; 4], true), (mixed, true)] {
+            for in_place in [false, true] {
+                compile(ROW_UNITS, |b| {
+                    use step_kernel::{G, M, P, V};
+                    let [p, g, m, v] = dtypes.map(StorageType::from);
+                    b.scope.register_type::<P>(p);
+                    b.scope.register_type::<G>(g);
+                    b.scope.register_type::<M>(m);
+                    b.scope.register_type::<V>(v);
+                    let (param, grad, m, v, master, scale) = (input(b), input(b), input(b), input(b), input(b), input(b));
+                    let at = |position| in_place.then_some(position);
+                    let outs = (output_at(b, at(0)), output_at(b, at(2)), output_at(b, at(3)), output_at(b, at(4)));
+                    let n = scalar::<usize>(b);
+                    let f: [_; 7] = std::array::from_fn(|_| scalar::<f32>(b));
+                    let [decay, take_m, keep_v, take_v, v_root, eps, step_size] = f;
+                    let scope = &mut b.scope;
+                    step_kernel::expand::<P, G, M, V>(
+                        scope,
+                        param,
+                        grad,
+                        m,
+                        v,
+                        master,
+                        scale,
+                        outs.0,
+                        outs.1,
+                        outs.2,
+                        outs.3,
+                        n,
+                        decay,
+                        take_m,
+                        keep_v,
+                        take_v,
+                        v_root,
+                        eps,
+                        step_size,
+                        flag,
+                        flag,
+                        dtypes.map(StorageType::from),
+                    );
+                });
+            }
+        }
+    }
+}
