@@ -20,7 +20,7 @@ const TINY_MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-nemot
 #[command(about = "Print family, parameter counts, mapping and load report of a checkpoint")]
 struct Args {
     /// Folder, or `org/name` on the Hugging Face Hub.
-    #[arg(default_value = TINY_MODEL)]
+    #[arg(default_value = TINY_MODEL, hide_default_value = true)]
     model: String,
     /// Branch, tag or commit on the Hub.
     #[arg(long)]

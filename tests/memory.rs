@@ -99,7 +99,7 @@ fn big() -> Big<Flex> {
     }
 }
 
-/// Case 2: burn#3598, transformers#47514. Every layer's experts are spread over all shards.
+/// burn#3598, transformers#47514. Every layer's experts are spread over all shards.
 #[test]
 fn loading_and_saving_need_little_more_than_the_model() {
     let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());

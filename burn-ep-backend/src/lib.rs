@@ -3,8 +3,9 @@
 //! [`EpBackend<B>`] wraps any Burn backend that implements [`MoeBackend`]. It keeps B's own tensors,
 //! delegates every Burn op, reroutes the ops Burn does slowly, and adds the ops Burn lacks.
 //!
-//! Each op lives in four files of the same name: `ops/` (public and checked), `reference/` (plain Burn
-//! tensors, the default on every backend), `flex/` (CPU kernels), `autodiff/` (its backward).
+//! An op has a file of its name in up to four folders: `ops/` (public and checked), `reference/` (plain Burn
+//! tensors, the default on every backend), `flex/` (CPU kernel), `autodiff/` (its backward). `backends/` says what
+//! runs where.
 //!
 //! Shape legend of the whole crate: `B` batch, `S` sequence, `T = B*S` tokens, `D` hidden width, `V` vocabulary,
 //! `E` experts, `K` experts per token, `R = T*K` routed rows, `F` expert width, `H` heads, `G` groups, `P` head size,

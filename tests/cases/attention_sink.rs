@@ -1,4 +1,4 @@
-//! Case 50 (flash-attention#1973, #2706): attention with a learned sink, forward and every gradient.
+//! flash-attention#1973, #2706: attention with a learned sink, forward and every gradient.
 
 use burn::tensor::activation::softmax;
 use burn::tensor::{Bool, Distribution, Tensor, TensorData};

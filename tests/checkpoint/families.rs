@@ -50,7 +50,7 @@ fn all_files(dir: &Path) -> BTreeMap<String, Vec<u8>> {
         .collect()
 }
 
-// Cases 14 and 25: transformers#45591, mobius#188, Automodel#945, #2741.
+// transformers#45591, mobius#188, Automodel#945, #2741.
 #[test]
 fn every_fixture_comes_back_tensor_by_tensor() {
     for dir in folders() {

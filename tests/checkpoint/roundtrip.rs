@@ -34,7 +34,7 @@ fn saved<B: Backend>(toy: &Toy<B>, source: &CheckpointSource) -> Folder {
     read(out.path())
 }
 
-// Cases 14 and 25: Automodel#945, #2741, transformers#45591, mobius#188.
+// Automodel#945, #2741, transformers#45591, mobius#188.
 #[test]
 fn untouched_files_come_back_identical() {
     for folder in [
@@ -56,7 +56,7 @@ fn untouched_files_come_back_identical() {
     }
 }
 
-// Case 26: Automodel#1126, axolotl#3508.
+// Automodel#1126, axolotl#3508.
 #[test]
 fn prefix_of_the_file_is_kept() {
     for base in ["backbone.", "model."] {

@@ -41,7 +41,7 @@ fn files(dir: &Path) -> BTreeSet<String> {
         .collect()
 }
 
-// Case 2 (the order half): burn#3598, transformers#47514.
+// burn#3598, transformers#47514 (the order half).
 #[test]
 fn the_order_of_shards_is_irrelevant() {
     let folder = folder("model.");

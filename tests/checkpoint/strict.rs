@@ -44,7 +44,7 @@ fn initialised() -> Toy<Flex> {
     Toy::<Flex>::new(false, E, &Default::default()).map(&mut Zeros)
 }
 
-// Case 4: burn#5032.
+// burn#5032.
 #[test]
 fn a_dropped_and_a_renamed_tensor_are_both_named() {
     let mut folder = folder("model.");
@@ -82,7 +82,7 @@ fn a_dropped_and_a_renamed_tensor_are_both_named() {
     );
 }
 
-// Case 40: VeOmni#67, Megatron#5844.
+// VeOmni#67, Megatron#5844.
 #[test]
 fn unknown_expert_names_are_refused_with_both_lists() {
     let mut folder = folder("model.");
@@ -219,7 +219,7 @@ fn types_that_do_not_fit_are_refused() {
     load_with(&mixed, &map(), &wide).unwrap();
 }
 
-// Case 22: transformers#45662 (the loading half).
+// transformers#45662 (the loading half).
 #[test]
 fn every_rank_reads_its_own_experts() {
     for folder in [folder("model."), stacked_folder("model.")] {
@@ -291,7 +291,7 @@ fn inspection_reads_no_weights() {
     );
 }
 
-// Case 27: Automodel#1620.
+// Automodel#1620.
 #[test]
 fn an_unwritable_output_is_an_error_before_training() {
     let dir = tempfile::tempdir().unwrap();

@@ -1,8 +1,15 @@
 //! Which backend implements which op with what. An op that is not listed runs its reference.
 //!
-//! | op | Flex (CPU) |
-//! | --- | --- |
-//! | all | see `flex.rs` |
+//! | op | Flex (CPU) | CUDA (feature `cuda`) |
+//! | --- | --- | --- |
+//! | route, sort, permute, unpermute | `flex/` | `kernels/cube/` |
+//! | grouped matmul | `flex/` | `kernels/hopper/gemm.rs` in bf16 on compute capability 9.0, else reference |
+//! | expert layer | `flex/` | `kernels/cube/expert_mlp.rs` around the grouped matmul |
+//! | attention | `flex/` | `kernels/hopper/attention.rs` in bf16, causal, head size 64 or 128, no documents or padding; else reference |
+//! | RMSNorm, gated RMSNorm, rotary embedding, causal convolution | `flex/` | `kernels/cube/` |
+//! | scan, linear cross entropy | `flex/` | reference |
+//! | AdamW | `flex/` | `kernels/cube/adamw.rs` |
+//! | exchange | reference (host bytes) | reference (host bytes) |
 
 #[cfg(feature = "cuda")]
 mod cuda;

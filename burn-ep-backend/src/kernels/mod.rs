@@ -1,5 +1,5 @@
-//! GPU kernels. `hopper/` holds CUDA C++ for compute capability 9.0 (sources in `kernels/hopper/`), launched through
-//! CubeCL's own stream and memory; everything else falls back to the reference.
+//! GPU kernels. `cube/` holds portable kernels in CubeCL, `hopper/` CUDA C++ for compute capability 9.0 (sources in
+//! `kernels/hopper/`) that `raw.rs` launches on CubeCL's own stream and memory. `backends/cuda.rs` chooses.
 
 pub mod cube;
 pub mod hopper;

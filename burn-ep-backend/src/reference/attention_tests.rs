@@ -133,7 +133,7 @@ fn packed_documents() {
     }
 }
 
-// Case 48 (prime-rl#3000, Megatron-Bridge#3484): document B does not see document A, to the bit, in either direction.
+// prime-rl#3000, Megatron-Bridge#3484: document B does not see document A, to the bit, in either direction.
 #[test]
 fn documents_are_isolated() {
     let (s, cut) = (150, 70);
@@ -175,7 +175,7 @@ fn documents_are_isolated() {
     }
 }
 
-// Case 50 (flash-attention#1973, #2706): two equal keys and an equal sink logit share the softmax in thirds.
+// flash-attention#1973, #2706: two equal keys and an equal sink logit share the softmax in thirds.
 #[test]
 fn sink_takes_its_third() {
     let case = Case {

@@ -82,7 +82,7 @@ fn chunk_length_does_not_matter() {
     assert_close("y", &one.y, &small.naive(&n).0, 1e-5);
 }
 
-// Case 48 (prime-rl#3000, Megatron-Bridge#3484): document B does not see document A, to the bit; packed equals separate.
+// prime-rl#3000, Megatron-Bridge#3484: document B does not see document A, to the bit; packed equals separate.
 #[test]
 fn documents_are_isolated() {
     let (s, cut) = (150, 70);

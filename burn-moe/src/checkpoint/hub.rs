@@ -44,7 +44,14 @@ pub fn locate(name: &str, options: &HubOptions) -> Result<PathBuf> {
         }
         return Ok(PathBuf::from(name));
     }
-    resolve(name, options)
+    resolve(name, options).map_err(|error| match error {
+        Error::Hub { repo, revision, why } => Error::Hub {
+            repo,
+            revision,
+            why: format!("no local folder has this name, and on the Hub: {why}"),
+        },
+        other => other,
+    })
 }
 
 /// Local snapshot folder of the Hub repository `org/name`, downloading what the cache lacks: config, weights (the single file,
