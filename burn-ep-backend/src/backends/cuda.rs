@@ -233,34 +233,6 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         reference::rope::rope::<Self>(x_bshd, cos, sin, layout)
     }
 
-    fn causal_conv1d(
-        x_bsc: FloatTensor<Self>,
-        weight_ck: FloatTensor<Self>,
-        bias_c: Option<FloatTensor<Self>>,
-        history: Option<FloatTensor<Self>>,
-        doc_start_bs: Option<IntTensor<Self>>,
-        silu: bool,
-    ) -> FloatTensor<Self> {
-        if cube::causal_conv1d::supports(&x_bsc, &weight_ck, bias_c.iter().chain(&history)) {
-            return cube::causal_conv1d::causal_conv1d::<Self>(x_bsc, weight_ck, bias_c, history, doc_start_bs, silu);
-        }
-        reference::causal_conv1d::causal_conv1d::<Self>(x_bsc, weight_ck, bias_c, history, doc_start_bs, silu)
-    }
-
-    fn causal_conv1d_backward(
-        grad_bsc: FloatTensor<Self>,
-        x_bsc: FloatTensor<Self>,
-        weight_ck: FloatTensor<Self>,
-        bias_c: Option<FloatTensor<Self>>,
-        doc_start_bs: Option<IntTensor<Self>>,
-        silu: bool,
-    ) -> (FloatTensor<Self>, FloatTensor<Self>, Option<FloatTensor<Self>>) {
-        if grad_bsc.dtype == x_bsc.dtype && cube::causal_conv1d::supports(&x_bsc, &weight_ck, &bias_c) {
-            return cube::causal_conv1d::causal_conv1d_backward::<Self>(grad_bsc, x_bsc, weight_ck, bias_c, doc_start_bs, silu);
-        }
-        reference::causal_conv1d::causal_conv1d_backward::<Self>(grad_bsc, x_bsc, weight_ck, bias_c, doc_start_bs, silu)
-    }
-
     fn adamw_step(
         state: AdamWPrim<Self>,
         grad: FloatTensor<Self>,

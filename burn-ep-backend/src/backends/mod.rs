@@ -6,7 +6,8 @@
 //! | grouped matmul | `flex/` | `kernels/hopper/gemm.rs` in bf16 on compute capability 9.0, else reference |
 //! | expert layer | `flex/` | `kernels/cube/expert_mlp.rs` around the grouped matmul |
 //! | attention | `flex/` | `kernels/hopper/attention.rs` in bf16, causal, head size 64 or 128, no documents or padding; else reference |
-//! | RMSNorm, gated RMSNorm, rotary embedding, causal convolution | `flex/` | `kernels/cube/` |
+//! | RMSNorm, gated RMSNorm, rotary embedding | `flex/` | `kernels/cube/` |
+//! | causal convolution | `flex/` | reference: the kernel in `kernels/cube/` failed on the device and is not routed |
 //! | scan, linear cross entropy | `flex/` | reference |
 //! | AdamW | `flex/` | `kernels/cube/adamw.rs` |
 //! | exchange | reference (host bytes) | reference (host bytes) |
