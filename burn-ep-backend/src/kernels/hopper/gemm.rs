@@ -31,7 +31,7 @@ pub enum Product {
     GradWeight,
 }
 
-/// Compile-time settings, measured best on an H200 (benches/RESULTS.md).
+/// Compile-time settings, the best of those tried on an H200.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
     product: Product,
