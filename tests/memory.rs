@@ -1,4 +1,4 @@
-//! Host memory of loading and saving, under a counting allocator. A binary of its own: the counter sees every thread.
+//! Host memory of loading, saving and the vocabulary loss, under a counting allocator. A binary of its own: the counter sees every thread.
 
 #[path = "checkpoint/toy.rs"]
 #[allow(dead_code, reason = "shared with the main suite")]
@@ -182,4 +182,73 @@ fn damaged_headers_and_indexes_allocate_little() {
         std::fs::write(&path, whole).unwrap();
     }
     assert!(largest < 4 << 20, "{largest} bytes for a checkpoint of a few kilobytes");
+}
+
+/// Automodel#3907, #2336. A published vocabulary without a full set of logits (2.5 GB in bf16). All rows are equal, so one
+/// row in double precision gives every expected value.
+#[test]
+fn the_vocabulary_loss_needs_less_than_half_a_gigabyte() {
+    use burn::backend::Autodiff;
+    use burn::tensor::{FloatDType, Int, Tensor, TensorData};
+    use burn_ep_backend::{CrossEntropyDesc, ops::linear_cross_entropy};
+
+    let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
+    const T: usize = 8192;
+    const V: usize = 151_936;
+    const D: usize = 8;
+    type B = Autodiff<Flex>;
+    let device = Default::default();
+    let bf16 = |i: usize, scale: f32| half::bf16::from_f32(scale * (1.7 * i as f32).sin()).to_f32();
+    let row: Vec<f32> = (0..D).map(|i| bf16(i, 2.0)).collect();
+    let weight: Vec<f32> = (0..V * D).map(|i| bf16(i, 1.0)).collect();
+    let labels: Vec<i32> = (0..T).map(|t| ((t * 7919) % V) as i32).collect();
+
+    let hidden = Tensor::<B, 2>::from_data(TensorData::new(row.repeat(T), [T, D]), &device).cast(FloatDType::BF16);
+    let vocabulary = Tensor::<B, 2>::from_data(TensorData::new(weight.clone(), [V, D]), &device).cast(FloatDType::BF16);
+    let (hidden, vocabulary) = (hidden.detach().require_grad(), vocabulary.detach().require_grad());
+    let targets = Tensor::<B, 1, Int>::from_data(TensorData::new(labels.clone(), [T]), &device);
+    let ((loss, grads), extra) = peak(|| {
+        let loss = linear_cross_entropy(hidden.clone(), vocabulary.clone(), targets, &CrossEntropyDesc::default()).unwrap();
+        let grads = loss.backward();
+        (loss.into_scalar(), grads)
+    });
+    println!("loss over {V} entries: {extra} bytes");
+    assert!(extra < 500_000_000, "{extra} bytes beyond the inputs");
+
+    let logits: Vec<f64> = weight
+        .chunks(D)
+        .map(|w| w.iter().zip(&row).map(|(w, h)| f64::from(*w) * f64::from(*h)).sum())
+        .collect();
+    let sum: f64 = logits.iter().map(|l| l.exp()).sum();
+    let expected: f64 = labels.iter().map(|l| sum.ln() - logits[*l as usize]).sum();
+    assert!((f64::from(loss) / expected - 1.0).abs() < 1e-5, "{loss} for {expected}");
+
+    let list = |t: Tensor<Flex, 2>| t.cast(FloatDType::F32).into_data().to_vec::<f32>().unwrap();
+    let grad_hidden = list(hidden.grad(&grads).unwrap());
+    let label = labels[T - 1] as usize;
+    for d in 0..D {
+        let mean: f64 = logits
+            .iter()
+            .zip(weight.chunks(D))
+            .map(|(l, w)| l.exp() / sum * f64::from(w[d]))
+            .sum();
+        let expected = mean - f64::from(weight[label * D + d]);
+        let found = f64::from(grad_hidden[(T - 1) * D + d]);
+        assert!(
+            (found - expected).abs() < 1e-2,
+            "gradient of the last row, channel {d}: {found} for {expected}"
+        );
+    }
+    let grad_vocabulary = list(vocabulary.grad(&grads).unwrap());
+    for entry in [0, label, V - 1] {
+        let count = labels.iter().filter(|l| **l as usize == entry).count() as f64;
+        for d in 0..D {
+            let expected = (T as f64 * logits[entry].exp() / sum - count) * f64::from(row[d]);
+            let found = f64::from(grad_vocabulary[entry * D + d]);
+            assert!(
+                (found - expected).abs() < 1e-2 * (1.0 + expected.abs()),
+                "gradient of entry {entry}, channel {d}: {found} for {expected}"
+            );
+        }
+    }
 }

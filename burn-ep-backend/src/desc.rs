@@ -129,7 +129,7 @@ impl Default for CrossEntropyDesc {
     fn default() -> Self {
         Self {
             ignore_index: -100,
-            chunk: 1024,
+            chunk: 512,
         }
     }
 }
