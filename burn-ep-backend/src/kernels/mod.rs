@@ -3,4 +3,6 @@
 
 pub mod cube;
 pub mod hopper;
+#[cfg(test)]
+mod nvrtc;
 pub mod raw;

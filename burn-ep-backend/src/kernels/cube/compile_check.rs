@@ -1,14 +1,12 @@
-//! Compiles CubeCL kernels for sm_90a with NVRTC. Needs libnvrtc on the library path and the headers of `CUDA_PATH`
-//! (pip packages `nvidia-cuda-nvrtc`, `nvidia-cuda-runtime`, `nvidia-cuda-cccl`), but no GPU.
-
-use std::ffi::{CStr, CString};
+//! Compiles CubeCL kernels for sm_90a without a GPU; see `kernels/nvrtc.rs` for what that needs.
 
 use cubecl::cuda::{CudaCompiler, CudaRuntime};
 use cubecl::ir::{DeviceProperties, HardwareProperties, MemoryDeviceProperties};
 use cubecl::prelude::*;
 use cubecl::{Compiler, Runtime};
 use cubecl_cpp::shared::{CompilationOptions, CppSupportedFeatures, register_supported_types};
-use cudarc::nvrtc::result as nvrtc;
+
+use super::super::nvrtc::compile_for_sm_90a;
 
 /// A read-only tensor argument.
 pub fn input<C: CubePrimitive>(builder: &mut KernelBuilder) -> NativeExpand<Tensor<C>> {
@@ -58,26 +56,7 @@ pub fn compile(units: u32, expand: impl Fn(&mut KernelBuilder)) {
             .compile(definition, &options, ExecutionMode::Unchecked, address.unsigned_type())
             .expect("CubeCL compiles the kernel")
             .to_string();
-        nvrtc_compile(&source);
-    }
-}
-
-fn nvrtc_compile(source: &str) {
-    let text = CString::new(source).expect("source without NUL");
-    let program = nvrtc::create_program(&text, None).expect("libnvrtc on LD_LIBRARY_PATH");
-    let cuda = std::env::var("CUDA_PATH").unwrap_or("/usr/local/cuda".into());
-    let options = [
-        "--gpu-architecture=sm_90a".to_string(),
-        format!("--include-path={cuda}/include"),
-        format!("--include-path={cuda}/include/cccl"),
-    ];
-    // SAFETY: `program` came from create_program above and is destroyed once, below.
-    unsafe {
-        let compiled = nvrtc::compile_program(program, &options);
-        let log = nvrtc::get_program_log(program).expect("log");
-        let log = CStr::from_ptr(log.as_ptr()).to_string_lossy().into_owned();
-        assert!(compiled.is_ok(), "{log}\n{source}");
-        nvrtc::destroy_program(program).expect("destroy");
+        compile_for_sm_90a(&source);
     }
 }
 

@@ -46,11 +46,8 @@ impl Parameters {
     }
 }
 
-/// Compiles every variant for sm_90a. Needs libnvrtc on the library path and `CUDA_PATH` at the CUDA headers, no GPU.
 #[test]
 fn every_cube_kernel_compiles_for_sm_90a() {
-    use cudarc::nvrtc::result as nvrtc;
-    let include = format!("--include-path={}/include", std::env::var("CUDA_PATH").expect("CUDA_PATH"));
     let variants = [
         super::rms_norm::variants(),
         super::gated_rms_norm::variants(),
@@ -59,16 +56,6 @@ fn every_cube_kernel_compiles_for_sm_90a() {
     ]
     .concat();
     for source in &variants {
-        let text = std::ffi::CString::new(source.as_str()).expect("source without NUL");
-        let program = nvrtc::create_program(&text, None).expect("libnvrtc on LD_LIBRARY_PATH");
-        // SAFETY: `program` came from create_program above and is destroyed once, below.
-        unsafe {
-            let compiled = nvrtc::compile_program(program, &["--gpu-architecture=sm_90a", &include]);
-            let log = std::ffi::CStr::from_ptr(nvrtc::get_program_log(program).expect("log").as_ptr())
-                .to_string_lossy()
-                .into_owned();
-            assert!(compiled.is_ok(), "{log}\n{source}");
-            nvrtc::destroy_program(program).expect("destroy");
-        }
+        super::super::nvrtc::compile_for_sm_90a(source);
     }
 }

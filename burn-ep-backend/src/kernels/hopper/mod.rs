@@ -53,24 +53,12 @@ fn queue_counter(tensor: &CudaTensor) -> Handle {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use cudarc::nvrtc::result as nvrtc;
 
-    /// Compiles every variant for sm_90a. Needs libnvrtc on the library path (pip package `nvidia-cuda-nvrtc`), no GPU.
     #[test]
     fn every_kernel_compiles_for_sm_90a() {
         let variants = [attention::variants(), gemm::variants()].concat();
         for kernel in &variants {
-            let source = std::ffi::CString::new(kernel.source()).expect("source without NUL");
-            let program = nvrtc::create_program(&source, None).expect("libnvrtc on LD_LIBRARY_PATH");
-            // SAFETY: `program` came from create_program above and is destroyed once, below.
-            unsafe {
-                let compiled = nvrtc::compile_program(program, &["--gpu-architecture=sm_90a"]);
-                let log = std::ffi::CStr::from_ptr(nvrtc::get_program_log(program).expect("log").as_ptr())
-                    .to_string_lossy()
-                    .into_owned();
-                assert!(compiled.is_ok(), "{log}\n{}", &kernel.source()[..400]);
-                nvrtc::destroy_program(program).expect("destroy");
-            }
+            crate::kernels::nvrtc::compile_for_sm_90a(kernel.source());
         }
         assert_eq!(variants.len(), 26);
     }
