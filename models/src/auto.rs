@@ -9,17 +9,100 @@ use burn_moe::batch::HostBatch;
 use burn_moe::layers::ParamBuilder;
 use burn_moe::model::{AuxLossSettings, BlockOutput, CausalLm, Head, LayerCache, ModelInput};
 
+use crate::family::Capabilities;
 use crate::nemotron_h::NemotronH;
 use crate::qwen3_moe::Qwen3Moe;
-use crate::registry::{AutoConfig, Capabilities};
+use crate::registry::AutoConfig;
 
-/// A causal language model of any known family.
-// A program holds one; the size of the variants does not matter.
-#[allow(clippy::large_enum_variant)]
-#[derive(Module, Debug)]
-pub enum AutoModelForCausalLm<B: MoeBackend> {
-    NemotronH(NemotronH<B>),
-    Qwen3Moe(Qwen3Moe<B>),
+/// Writes [`AutoModelForCausalLm`] and everything that depends on the family from one line per family.
+macro_rules! families {
+    ($($variant:ident($model:ident)),+ $(,)?) => {
+        /// A causal language model of any known family.
+        // A program holds one; the size of the variants does not matter.
+        #[allow(clippy::large_enum_variant)]
+        #[derive(Module, Debug)]
+        pub enum AutoModelForCausalLm<B: MoeBackend> {
+            $($variant($model<B>)),+
+        }
+
+        impl<B: MoeBackend> AutoModelForCausalLm<B> {
+            fn build(config: &AutoConfig, pb: &ParamBuilder<B>) -> Result<Self> {
+                Ok(match config {
+                    $(AutoConfig::$variant(config) => Self::$variant($model::new(config, pb)?)),+
+                })
+            }
+
+            /// The config the model was built from.
+            pub fn config(&self) -> AutoConfig {
+                match self {
+                    $(Self::$variant(model) => AutoConfig::$variant(model.config().clone())),+
+                }
+            }
+
+            /// Dtype of the residual stream.
+            pub fn dtype(&self) -> FloatDType {
+                match self {
+                    $(Self::$variant(model) => model.dtype()),+
+                }
+            }
+        }
+
+        impl<B: MoeBackend> CausalLm<B> for AutoModelForCausalLm<B> {
+            fn prepare(&self, batch: &HostBatch, past: usize, device: &B::Device) -> Result<ModelInput<B>> {
+                match self {
+                    $(Self::$variant(model) => model.prepare(batch, past, device)),+
+                }
+            }
+
+            fn num_blocks(&self) -> usize {
+                match self {
+                    $(Self::$variant(model) => model.num_blocks()),+
+                }
+            }
+
+            fn vocab_size(&self) -> usize {
+                match self {
+                    $(Self::$variant(model) => model.vocab_size()),+
+                }
+            }
+
+            fn embed(&self, input: &ModelInput<B>) -> Result<Tensor<B, 3>> {
+                match self {
+                    $(Self::$variant(model) => model.embed(input)),+
+                }
+            }
+
+            fn block(
+                &self,
+                index: usize,
+                x_bsd: Tensor<B, 3>,
+                input: &ModelInput<B>,
+                replay: Option<&Tensor<B, 2, Int>>,
+                cache: Option<&mut LayerCache<B>>,
+            ) -> Result<BlockOutput<B>> {
+                match self {
+                    $(Self::$variant(model) => model.block(index, x_bsd, input, replay, cache)),+
+                }
+            }
+
+            fn head(&self, x_bsd: Tensor<B, 3>) -> Result<Head<B>> {
+                match self {
+                    $(Self::$variant(model) => model.head(x_bsd)),+
+                }
+            }
+
+            fn aux_loss(&self) -> Option<AuxLossSettings> {
+                match self {
+                    $(Self::$variant(model) => model.aux_loss()),+
+                }
+            }
+        }
+    };
+}
+
+families! {
+    NemotronH(NemotronH),
+    Qwen3Moe(Qwen3Moe),
 }
 
 /// How to build a model without a checkpoint.
@@ -45,78 +128,12 @@ impl<B: MoeBackend> AutoModelForCausalLm<B> {
         }
         let dtype = options.dtype.or(config.common().dtype).unwrap_or(FloatDType::F32);
         let pb = ParamBuilder::new(device, dtype).with_seed(options.seed).with_ep(options.ep.clone());
-        Ok(match config {
-            AutoConfig::NemotronH(config) => Self::NemotronH(NemotronH::new(config, &pb)?),
-            AutoConfig::Qwen3Moe(config) => Self::Qwen3Moe(Qwen3Moe::new(config, &pb)?),
-        })
-    }
-
-    /// The config the model was built from.
-    pub fn config(&self) -> AutoConfig {
-        match self {
-            Self::NemotronH(model) => AutoConfig::NemotronH(model.config().clone()),
-            Self::Qwen3Moe(model) => AutoConfig::Qwen3Moe(model.config().clone()),
-        }
+        Self::build(config, &pb)
     }
 
     /// What the model can do.
     pub fn capabilities(&self) -> Capabilities {
         self.config().capabilities()
-    }
-
-    /// Dtype of the residual stream.
-    pub fn dtype(&self) -> FloatDType {
-        match self {
-            Self::NemotronH(model) => model.dtype(),
-            Self::Qwen3Moe(model) => model.dtype(),
-        }
-    }
-}
-
-/// Calls a method on the model inside, whatever its family.
-macro_rules! delegate {
-    ($self:ident, $model:ident => $call:expr) => {
-        match $self {
-            Self::NemotronH($model) => $call,
-            Self::Qwen3Moe($model) => $call,
-        }
-    };
-}
-
-impl<B: MoeBackend> CausalLm<B> for AutoModelForCausalLm<B> {
-    fn prepare(&self, batch: &HostBatch, past: usize, device: &B::Device) -> Result<ModelInput<B>> {
-        delegate!(self, model => model.prepare(batch, past, device))
-    }
-
-    fn num_blocks(&self) -> usize {
-        delegate!(self, model => model.num_blocks())
-    }
-
-    fn vocab_size(&self) -> usize {
-        delegate!(self, model => model.vocab_size())
-    }
-
-    fn embed(&self, input: &ModelInput<B>) -> Result<Tensor<B, 3>> {
-        delegate!(self, model => model.embed(input))
-    }
-
-    fn block(
-        &self,
-        index: usize,
-        x_bsd: Tensor<B, 3>,
-        input: &ModelInput<B>,
-        replay: Option<&Tensor<B, 2, Int>>,
-        cache: Option<&mut LayerCache<B>>,
-    ) -> Result<BlockOutput<B>> {
-        delegate!(self, model => model.block(index, x_bsd, input, replay, cache))
-    }
-
-    fn head(&self, x_bsd: Tensor<B, 3>) -> Result<Head<B>> {
-        delegate!(self, model => model.head(x_bsd))
-    }
-
-    fn aux_loss(&self) -> Option<AuxLossSettings> {
-        delegate!(self, model => model.aux_loss())
     }
 }
 

@@ -6,6 +6,7 @@
 
 mod auto;
 mod counts;
+mod family;
 pub mod finetune;
 mod json;
 pub mod nemotron_h;
@@ -16,6 +17,7 @@ mod rope;
 
 pub use auto::{AutoModelForCausalLm, FromConfigOptions};
 pub use counts::ParamCount;
+pub use family::{Capabilities, ExportLayout};
 pub use json::CommonConfig;
 pub use pretrained::{FromPretrainedOptions, Pretrained};
-pub use registry::{AutoConfig, Capabilities, FAMILIES};
+pub use registry::{AutoConfig, FAMILIES, Family};

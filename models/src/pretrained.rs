@@ -133,8 +133,10 @@ impl<B: MoeBackend> AutoModelForCausalLm<B> {
         let mut json = ConfigJson::from_fields(config.raw().clone());
         json.set("architectures", vec![config.architecture()]);
         json.set("model_type", config.model_type());
+        // In the style of the file: `dtype` was `torch_dtype` before transformers 4.56.
+        let legacy = config.raw().contains_key("torch_dtype") && !config.raw().contains_key("dtype");
         json.remove("torch_dtype");
-        json.set("dtype", dtype_name(self.dtype()));
+        json.set(if legacy { "torch_dtype" } else { "dtype" }, dtype_name(self.dtype()));
         let options = SaveOptions {
             config: Some(&json),
             ..*options
@@ -169,12 +171,8 @@ fn dtype_name(dtype: FloatDType) -> &'static str {
 /// A file with two different matrices under a config that ties them keeps both; the config is saved as it came.
 fn untie_if_stored_apart(config: &mut AutoConfig, source: &CheckpointSource) {
     let map = config.weight_map();
-    if let AutoConfig::Qwen3Moe(config) = config
-        && config.tie_word_embeddings
-        && source.tie_state(&map) == TieState::Different
-    {
+    if source.tie_state(&map) == TieState::Different && config.untie() {
         tracing::warn!("`tie_word_embeddings` is true, but the checkpoint stores two different matrices: they stay separate");
-        config.tie_word_embeddings = false;
     }
 }
 

@@ -7,38 +7,53 @@ use burn_moe::{Error, Result};
 use serde_json::{Map, Value};
 
 use crate::counts::ParamCount;
+use crate::family::{Capabilities, FamilyConfig};
 use crate::json::{CommonConfig, Fields};
-use crate::nemotron_h::{self, LayerKind, NemotronHConfig};
-use crate::qwen3_moe::{self, Qwen3MoeConfig};
+use crate::nemotron_h::NemotronHConfig;
+use crate::qwen3_moe::Qwen3MoeConfig;
 
-/// Known families: `model_type` and `architectures` entry.
-pub const FAMILIES: [(&str, &str); 2] = [
-    (NemotronHConfig::MODEL_TYPE, NemotronHConfig::ARCHITECTURE),
-    (Qwen3MoeConfig::MODEL_TYPE, Qwen3MoeConfig::ARCHITECTURE),
-];
-
-/// The config of any known family.
-#[derive(Debug, Clone, PartialEq)]
-pub enum AutoConfig {
-    NemotronH(NemotronHConfig),
-    Qwen3Moe(Qwen3MoeConfig),
+/// A row of [`FAMILIES`].
+#[derive(Debug, Clone, Copy)]
+pub struct Family {
+    /// `model_type` and `architectures` entry of every kind of checkpoint the family reads.
+    pub names: &'static [(&'static str, &'static str)],
+    parse: fn(&'static str, &Map<String, Value>) -> Result<AutoConfig>,
 }
 
-/// What a model can do, for programs that must decide before they run it.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Capabilities {
-    /// Routed experts per MoE layer, with the config field that holds the number; None for a dense model.
-    pub routed_experts: Option<(&'static str, usize)>,
-    /// Blocks with a router.
-    pub moe_blocks: usize,
-    /// The config switches an auxiliary load-balancing loss on.
-    pub aux_loss: bool,
-    /// A correction bias shifts the choice of experts and can be moved by load statistics.
-    pub router_bias: bool,
-    /// Input and output embedding are one matrix.
-    pub tied_embeddings: bool,
-    /// Longest sequence, for models whose positions end somewhere.
-    pub max_positions: Option<usize>,
+/// Writes [`AutoConfig`] and [`FAMILIES`] from one line per family.
+macro_rules! families {
+    ($($variant:ident($config:ident)),+ $(,)?) => {
+        /// The config of any known family.
+        #[derive(Debug, Clone, PartialEq)]
+        pub enum AutoConfig {
+            $($variant($config)),+
+        }
+
+        /// Known families.
+        pub const FAMILIES: &[Family] = &[$(Family {
+            names: $config::NAMES,
+            parse: |model_type, raw| $config::parse_as(model_type, raw).map(AutoConfig::$variant),
+        }),+];
+
+        impl AutoConfig {
+            fn family(&self) -> &dyn FamilyConfig {
+                match self {
+                    $(Self::$variant(config) => config),+
+                }
+            }
+
+            fn family_mut(&mut self) -> &mut dyn FamilyConfig {
+                match self {
+                    $(Self::$variant(config) => config),+
+                }
+            }
+        }
+    };
+}
+
+families! {
+    NemotronH(NemotronHConfig),
+    Qwen3Moe(Qwen3MoeConfig),
 }
 
 impl AutoConfig {
@@ -64,103 +79,63 @@ impl AutoConfig {
     /// An unknown family (with the known ones and the nearest), or a field whose value cannot be honoured.
     pub fn from_json(json: &ConfigJson) -> Result<Self> {
         let raw = json.fields();
-        match family(raw)? {
-            NemotronHConfig::MODEL_TYPE => NemotronHConfig::parse(raw).map(Self::NemotronH),
-            _ => Qwen3MoeConfig::parse(raw).map(Self::Qwen3Moe),
-        }
+        let (family, model_type) = find(raw)?;
+        (family.parse)(model_type, raw)
     }
 
     /// Value of `model_type`.
     pub fn model_type(&self) -> &'static str {
-        match self {
-            Self::NemotronH(_) => NemotronHConfig::MODEL_TYPE,
-            Self::Qwen3Moe(_) => Qwen3MoeConfig::MODEL_TYPE,
-        }
+        self.family().model_type()
     }
 
     /// Value of `architectures`.
     pub fn architecture(&self) -> &'static str {
-        match self {
-            Self::NemotronH(_) => NemotronHConfig::ARCHITECTURE,
-            Self::Qwen3Moe(_) => Qwen3MoeConfig::ARCHITECTURE,
-        }
+        let model_type = self.model_type();
+        let (_, architecture) = names()
+            .find(|(known, _)| *known == model_type)
+            .expect("a config of a listed family");
+        architecture
     }
 
     /// Token ids and dtype.
     pub fn common(&self) -> &CommonConfig {
-        match self {
-            Self::NemotronH(c) => &c.common,
-            Self::Qwen3Moe(c) => &c.common,
-        }
+        self.family().common()
     }
 
     /// The file as read, unknown fields included.
     pub fn raw(&self) -> &Map<String, Value> {
-        match self {
-            Self::NemotronH(c) => &c.raw,
-            Self::Qwen3Moe(c) => &c.raw,
-        }
+        self.family().raw()
     }
 
     /// Vocabulary size V.
     pub fn vocab_size(&self) -> usize {
-        match self {
-            Self::NemotronH(c) => c.vocab_size,
-            Self::Qwen3Moe(c) => c.vocab_size,
-        }
+        self.family().vocab_size()
     }
 
     /// Names of the weights in the files.
     pub fn weight_map(&self) -> WeightMap {
-        match self {
-            Self::NemotronH(_) => nemotron_h::weight_map(),
-            Self::Qwen3Moe(_) => qwen3_moe::weight_map(),
-        }
+        self.family().weight_map()
     }
 
     /// Parameters by part, from the config alone.
     pub fn parameters(&self) -> ParamCount {
-        match self {
-            Self::NemotronH(c) => c.parameters(),
-            Self::Qwen3Moe(c) => c.parameters(),
-        }
+        self.family().parameters()
     }
 
     /// Operations per token of one training step over sequences of `seq` tokens (forward and backward, recomputation not
     /// counted).
     pub fn flops_per_token(&self, seq: usize) -> f64 {
-        match self {
-            Self::NemotronH(c) => c.flops_per_token(seq),
-            Self::Qwen3Moe(c) => c.flops_per_token(seq),
-        }
+        self.family().flops_per_token(seq)
     }
 
     /// What the model can do.
     pub fn capabilities(&self) -> Capabilities {
-        match self {
-            Self::NemotronH(c) => {
-                let moe_blocks = c.count(LayerKind::Moe);
-                Capabilities {
-                    routed_experts: (moe_blocks > 0).then_some(("n_routed_experts", c.moe.router.num_experts)),
-                    moe_blocks,
-                    aux_loss: false,
-                    router_bias: moe_blocks > 0,
-                    tied_embeddings: false,
-                    max_positions: None,
-                }
-            }
-            Self::Qwen3Moe(c) => {
-                let moe_blocks = c.num_sparse_layers();
-                Capabilities {
-                    routed_experts: (moe_blocks > 0).then_some(("num_experts", c.num_experts)),
-                    moe_blocks,
-                    aux_loss: c.aux_loss().is_some(),
-                    router_bias: false,
-                    tied_embeddings: c.tie_word_embeddings,
-                    max_positions: Some(c.max_position_embeddings),
-                }
-            }
-        }
+        self.family().capabilities()
+    }
+
+    /// Gives input and output embedding a matrix each; false when they had one each already.
+    pub(crate) fn untie(&mut self) -> bool {
+        self.family_mut().tied_mut().is_some_and(std::mem::take)
     }
 
     /// Fails unless the experts of every layer divide evenly over `size` ranks.
@@ -176,43 +151,45 @@ impl AutoConfig {
     }
 }
 
-/// `model_type` of the family a config belongs to.
-fn family(raw: &Map<String, Value>) -> Result<&'static str> {
+/// `model_type` and architecture of everything that is known.
+fn names() -> impl Iterator<Item = (&'static str, &'static str)> {
+    FAMILIES.iter().flat_map(|family| family.names.iter().copied())
+}
+
+/// The family a config belongs to and the `model_type` that decided.
+fn find(raw: &Map<String, Value>) -> Result<(&'static Family, &'static str)> {
     let fields = Fields::new(raw);
     let architectures = fields.list(&["architectures"])?.unwrap_or_default();
+    let first = architectures.first().map(|a| a.as_str().unwrap_or_default());
     let listed = |architecture: &str| architectures.iter().any(|a| a.as_str() == Some(architecture));
-    let by_architecture = FAMILIES.iter().find(|(_, architecture)| listed(architecture));
-    let Some(model_type) = fields.text(&["model_type"])? else {
-        return match (by_architecture, architectures.first()) {
-            (Some((family, _)), _) => Ok(*family),
-            (None, Some(first)) => Err(unknown(
-                "architectures",
-                first.as_str().unwrap_or_default(),
-                FAMILIES.map(|(_, a)| a),
-            )),
-            (None, None) => Err(unknown("model_type", "", FAMILIES.map(|(t, _)| t))),
-        };
+    let by_architecture = names().find(|(_, architecture)| listed(architecture));
+    let no_architecture = |found| unknown("architectures", found, names().map(|(_, a)| a));
+    let model_type = match (fields.text(&["model_type"])?, by_architecture, first) {
+        (Some(model_type), _, _) => model_type,
+        (None, Some((model_type, _)), _) => model_type,
+        (None, None, Some(first)) => return Err(no_architecture(first)),
+        (None, None, None) => return Err(unknown("model_type", "", names().map(|(t, _)| t))),
     };
-    let Some((family, _)) = FAMILIES.iter().find(|(known, _)| *known == model_type) else {
-        return Err(unknown("model_type", model_type, FAMILIES.map(|(t, _)| t)));
-    };
-    // The family is known, but the checkpoint holds another head (classification, reward, ..).
-    match architectures.first() {
-        Some(first) if by_architecture.is_none() => Err(unknown(
-            "architectures",
-            first.as_str().unwrap_or_default(),
-            FAMILIES.map(|(_, a)| a),
-        )),
-        _ => Ok(*family),
+    let known = FAMILIES.iter().find_map(|family| {
+        let (known, _) = family.names.iter().find(|(known, _)| *known == model_type)?;
+        Some((family, *known))
+    });
+    match (known, first) {
+        (None, _) => Err(unknown("model_type", model_type, names().map(|(t, _)| t))),
+        // The family is known, but the checkpoint holds another head (classification, reward, ..).
+        (Some(_), Some(first)) if by_architecture.is_none() => Err(no_architecture(first)),
+        (Some(found), _) => Ok(found),
     }
 }
 
-fn unknown<const N: usize>(field: &str, found: &str, known: [&str; N]) -> Error {
+fn unknown(field: &str, found: &str, known: impl Iterator<Item = &'static str>) -> Error {
+    let known: Vec<&str> = known.collect();
     let nearest = known
         .iter()
         .min_by_key(|name| edit_distance(name, found))
         .filter(|name| 4 * edit_distance(name, found) <= 3 * name.len().max(found.len()));
     let hint = nearest.map_or_else(String::new, |name| format!("; nearest: \"{name}\""));
+    let known: Vec<String> = known.iter().map(|name| format!("\"{name}\"")).collect();
     Error::config(
         field,
         if found.is_empty() {
@@ -220,7 +197,7 @@ fn unknown<const N: usize>(field: &str, found: &str, known: [&str; N]) -> Error 
         } else {
             format!("\"{found}\"")
         },
-        format!("a known model: {}{hint}", known.map(|name| format!("\"{name}\"")).join(", ")),
+        format!("a known model: {}{hint}", known.join(", ")),
     )
 }
 

@@ -7,11 +7,13 @@
 //! `tie_word_embeddings` (the family has no tied matrix), and everything about multi-token prediction.
 
 use burn_ep_backend::{RouterDesc, RouterScore};
+use burn_moe::checkpoint::WeightMap;
 use burn_moe::{Error, Result};
 use serde_json::{Map, Value};
 
 use super::schedule::{LayerKind, parse_schedule};
 use crate::counts::{FLOPS_PER_WEIGHT, ParamCount, attention_score_flops};
+use crate::family::{Capabilities, ExportLayout, FamilyConfig};
 use crate::json::{CommonConfig, Fields, float_pair};
 
 /// Settings of the Mamba-2 layers.
@@ -97,6 +99,12 @@ impl NemotronHConfig {
     pub const MODEL_TYPE: &'static str = "nemotron_h";
     /// Value in `architectures`.
     pub const ARCHITECTURE: &'static str = "NemotronHForCausalLM";
+    /// Checkpoints that the family reads.
+    pub const NAMES: &'static [(&'static str, &'static str)] = &[(Self::MODEL_TYPE, Self::ARCHITECTURE)];
+
+    pub(crate) fn parse_as(_model_type: &'static str, raw: &Map<String, Value>) -> Result<Self> {
+        Self::parse(raw)
+    }
 
     /// Reads and checks a config.
     ///
@@ -341,6 +349,47 @@ fn check_router(router: &RouterDesc) -> Result<()> {
         ));
     }
     Ok(())
+}
+
+impl FamilyConfig for NemotronHConfig {
+    fn model_type(&self) -> &'static str {
+        Self::MODEL_TYPE
+    }
+
+    fn common(&self) -> &CommonConfig {
+        &self.common
+    }
+
+    fn raw(&self) -> &Map<String, Value> {
+        &self.raw
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    fn weight_map(&self) -> WeightMap {
+        super::weight_map()
+    }
+
+    fn parameters(&self) -> ParamCount {
+        self.parameters()
+    }
+
+    fn flops_per_token(&self, seq: usize) -> f64 {
+        self.flops_per_token(seq)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let moe_blocks = self.count(LayerKind::Moe);
+        Capabilities {
+            routed_experts: (moe_blocks > 0).then_some(("n_routed_experts", self.moe.router.num_experts)),
+            moe_blocks,
+            router_bias: moe_blocks > 0,
+            export: &[ExportLayout::PerExpert, ExportLayout::Stacked],
+            ..Capabilities::default()
+        }
+    }
 }
 
 #[cfg(test)]

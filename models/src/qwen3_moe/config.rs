@@ -3,12 +3,14 @@
 //! Fields without effect, kept only for the round trip: `max_window_layers`; `sliding_window` while
 //! `use_sliding_window` is false; `intermediate_size` while every layer is sparse.
 
+use burn_moe::checkpoint::WeightMap;
 use burn_moe::layers::RopeConfig;
 use burn_moe::model::AuxLossSettings;
 use burn_moe::{Error, Result};
 use serde_json::{Map, Value};
 
 use crate::counts::{FLOPS_PER_WEIGHT, ParamCount, attention_score_flops};
+use crate::family::{Capabilities, ExportLayout, FamilyConfig};
 use crate::json::{CommonConfig, Fields, MAX_LAYERS};
 use crate::rope::parse_rope;
 
@@ -52,6 +54,12 @@ impl Qwen3MoeConfig {
     pub const MODEL_TYPE: &'static str = "qwen3_moe";
     /// Value in `architectures`.
     pub const ARCHITECTURE: &'static str = "Qwen3MoeForCausalLM";
+    /// Checkpoints that the family reads.
+    pub const NAMES: &'static [(&'static str, &'static str)] = &[(Self::MODEL_TYPE, Self::ARCHITECTURE)];
+
+    pub(crate) fn parse_as(_model_type: &'static str, raw: &Map<String, Value>) -> Result<Self> {
+        Self::parse(raw)
+    }
 
     /// Reads and checks a config.
     ///
@@ -194,6 +202,53 @@ impl Qwen3MoeConfig {
         let layers = self.num_hidden_layers as f64;
         let weights = h * (layers * 2.0 * heads as f64 + 3.0 * (experts + dense) + self.vocab_size as f64);
         FLOPS_PER_WEIGHT * weights + layers * attention_score_flops(seq, self.num_attention_heads, self.head_dim)
+    }
+}
+
+impl FamilyConfig for Qwen3MoeConfig {
+    fn model_type(&self) -> &'static str {
+        Self::MODEL_TYPE
+    }
+
+    fn common(&self) -> &CommonConfig {
+        &self.common
+    }
+
+    fn raw(&self) -> &Map<String, Value> {
+        &self.raw
+    }
+
+    fn vocab_size(&self) -> usize {
+        self.vocab_size
+    }
+
+    fn weight_map(&self) -> WeightMap {
+        super::weight_map()
+    }
+
+    fn parameters(&self) -> ParamCount {
+        self.parameters()
+    }
+
+    fn flops_per_token(&self, seq: usize) -> f64 {
+        self.flops_per_token(seq)
+    }
+
+    fn capabilities(&self) -> Capabilities {
+        let moe_blocks = self.num_sparse_layers();
+        Capabilities {
+            routed_experts: (moe_blocks > 0).then_some(("num_experts", self.num_experts)),
+            moe_blocks,
+            aux_loss: self.aux_loss().is_some(),
+            tied_embeddings: self.tie_word_embeddings,
+            max_positions: Some(self.max_position_embeddings),
+            export: &[ExportLayout::PerExpert, ExportLayout::Stacked],
+            ..Capabilities::default()
+        }
+    }
+
+    fn tied_mut(&mut self) -> Option<&mut bool> {
+        Some(&mut self.tie_word_embeddings)
     }
 }
 
