@@ -2,8 +2,9 @@
 
 use super::mapping::{Layout, Rule};
 use super::pattern::{Captures, EXPERT, Pattern};
+use super::quantise::QuantFormat;
 use super::source::CheckpointSource;
-use super::transform::Step;
+use super::transform::{Step, quantised};
 
 /// One parameter's place in a file, in one layout.
 #[derive(Debug, Clone)]
@@ -49,6 +50,11 @@ impl Binding {
             .collect()
     }
 
+    /// The format in which weights are packed; None: plain numbers.
+    pub fn format(&self) -> Option<QuantFormat> {
+        quantised(&self.steps)
+    }
+
     /// Number of source tensors per item.
     pub fn arity(&self) -> usize {
         self.patterns.len()
@@ -91,10 +97,11 @@ impl Binding {
             .collect()
     }
 
-    /// Whether anything of this layout is in the file, be it of any expert.
-    pub fn is_present(&self, source: &CheckpointSource) -> bool {
+    /// Whether anything of this layout that is not also named by `others` is in the file, be it of any expert.
+    fn is_present(&self, source: &CheckpointSource, others: &[&Self]) -> bool {
         self.patterns
             .iter()
+            .filter(|pattern| !others.iter().any(|other| other.patterns.contains(pattern)))
             .any(|pattern| match self.experts.filter(|_| pattern.has(EXPERT)) {
                 Some(experts) => (0..experts).any(|e| source.contains(&pattern.fill(&self.captures, &self.base, Some(e)))),
                 None => source.contains(&pattern.fill(&self.captures, &self.base, None)),
@@ -102,7 +109,12 @@ impl Binding {
     }
 }
 
-/// The layout of a file: the first that is present.
+/// The layout of a file: the first that is present. A quantised one may share the name of its weights with a plain one, so it
+/// is told by the names it has for itself, and looked for first.
 pub(crate) fn detect(layouts: &[Binding], source: &CheckpointSource) -> Option<Binding> {
-    layouts.iter().find(|b| b.is_present(source)).cloned()
+    let (plain, packed): (Vec<&Binding>, Vec<&Binding>) = layouts.iter().partition(|b| b.format().is_none());
+    let found = packed.iter().find(|b| b.is_present(source, &plain));
+    found
+        .or_else(|| plain.iter().find(|b| b.is_present(source, &[])))
+        .map(|b| (*b).clone())
 }

@@ -1,6 +1,6 @@
 //! What a save writes: which tensor goes into which file, and where each parameter's pieces lie.
 
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 use safetensors::Dtype;
 
@@ -9,7 +9,8 @@ use super::cast::can_cast;
 use super::header::byte_size;
 use super::mapping::WeightMap;
 use super::pattern::natural_order;
-use super::plan::{Locator, ParamSpec};
+use super::plan::{Locator, ParamSpec, Place};
+use super::quantise::QuantFormat;
 use super::shard::{EpRank, ExpertShare};
 use super::source::CheckpointSource;
 use super::transform::backward_shapes;
@@ -51,6 +52,8 @@ pub(crate) struct OutPlan {
     pub by_name: HashMap<String, usize>,
     /// Names copied from the source unchanged.
     pub carried: Vec<String>,
+    /// Whether any parameter is written in a quantised format.
+    pub quantised: bool,
     pub files: Vec<OutFile>,
     pub num_params: u64,
 }
@@ -71,12 +74,13 @@ impl OutPlan {
 pub(crate) type ParamTypes = HashMap<String, Dtype>;
 
 /// Plan a save. Tensors keep the names and types they have in `like`; new ones get the family's default layout and the
-/// type of the parameter.
+/// type of the parameter. Quantised layouts are written only if `quantised` is set, then for every parameter that has one.
 pub(crate) fn plan_output(
     specs: &[ParamSpec],
     types: &ParamTypes,
     map: &WeightMap,
     like: Option<&CheckpointSource>,
+    quantised: bool,
     ep: EpRank,
     max_file_bytes: u64,
 ) -> Result<OutPlan> {
@@ -89,9 +93,12 @@ pub(crate) fn plan_output(
         tensors: Vec::new(),
         by_name: HashMap::new(),
         carried: Vec::new(),
+        quantised: false,
         files: Vec::new(),
         num_params: 0,
     };
+    // Tensors of `like` whose parameter is written in another layout.
+    let mut replaced = HashSet::new();
     for spec in order {
         let experts = map.find(&spec.path).is_some_and(|(_, rule, _)| rule.is_experts());
         let share = experts.then(|| ep.share(spec.shape.first().copied().unwrap_or(0)));
@@ -99,20 +106,23 @@ pub(crate) fn plan_output(
         let place = locator
             .place(&spec.path, share.as_ref().map_or(0, |s| s.total))
             .ok_or_else(no_rule)?;
-        let binding = place.found.or_else(|| place.layouts.first().cloned()).ok_or_else(no_rule)?;
+        let written = written(&place, quantised).ok_or_else(no_rule)?;
+        replaced.extend(place.found.iter().filter(|_| written.moved).flat_map(Binding::names));
+        out.quantised |= written.binding.format().is_some();
         let ranks = share.as_ref().map_or(1, |_| ep.size as u64);
         out.num_params += ranks * spec.shape.iter().map(|&n| n as u64).product::<u64>();
         let Some(&dtype) = types.get(&spec.path) else {
             return Err(Error::config("module", format!("no values for `{}`", spec.path), "a parameter"));
         };
-        let copies: Vec<Binding> = std::iter::once(binding).chain(place.duplicate).collect();
+        let copies: Vec<Binding> = std::iter::once(written.binding).chain(place.duplicate).collect();
         for copy in &copies {
-            add_tensors(&mut out, spec, copy, share.as_ref(), dtype, like)?;
+            add_tensors(&mut out, spec, copy, share.as_ref(), written.dtype.unwrap_or(dtype), like)?;
         }
         out.params.insert(spec.path.clone(), ParamOut { share, copies });
     }
     for name in like.map_or(&[][..], CheckpointSource::names) {
         if !out.by_name.contains_key(name)
+            && !replaced.contains(name)
             && let Some(info) = like.and_then(|source| source.info(name))
         {
             push(&mut out, name.clone(), info.dtype, info.shape.to_vec())?;
@@ -121,6 +131,30 @@ pub(crate) fn plan_output(
     }
     assign_files(&mut out, max_file_bytes);
     Ok(out)
+}
+
+/// The layout that a parameter is written in.
+struct Written {
+    binding: Binding,
+    /// It is not the layout of the file the parameter came from, whose tensors are then left out.
+    moved: bool,
+    /// Element type of values that were quantised in that file.
+    dtype: Option<Dtype>,
+}
+
+/// Quantised or plain as asked for, where the table has both: the layout of the file if it is of that kind, else the first.
+fn written(place: &Place, quantised: bool) -> Option<Written> {
+    let of_kind = |b: &&Binding| b.format().is_some() == quantised;
+    let found = place.found.as_ref();
+    let layouts = || place.layouts.iter();
+    let binding = found.filter(of_kind).or_else(|| layouts().find(of_kind));
+    let binding = binding.or(found).or_else(|| layouts().next())?;
+    let left = found.filter(|found| found.format() != binding.format());
+    Some(Written {
+        binding: binding.clone(),
+        moved: left.is_some(),
+        dtype: left.and_then(Binding::format).map(QuantFormat::plain_type),
+    })
 }
 
 /// The tensors that a parameter is stored as.
@@ -145,7 +179,10 @@ fn add_tensors(
                 None => shape.clone(),
             };
             let stored = like.and_then(|source| source.info(&piece.name)).map(|info| info.dtype);
-            let dtype = stored.filter(|&stored| can_cast(dtype, stored)).unwrap_or(dtype);
+            let dtype = match binding.format() {
+                Some(format) => format.stored_types()[part % 2],
+                None => stored.filter(|&stored| can_cast(dtype, stored)).unwrap_or(dtype),
+            };
             push(out, piece.name.clone(), dtype, shape)?;
         }
     }
@@ -263,7 +300,7 @@ mod tests {
 
     fn plan(ep: EpRank, max: u64) -> OutPlan {
         let types = specs().into_iter().map(|s| (s.path, Dtype::BF16)).collect();
-        plan_output(&specs(), &types, &map(), None, ep, max).unwrap()
+        plan_output(&specs(), &types, &map(), None, false, ep, max).unwrap()
     }
 
     #[test]

@@ -16,7 +16,7 @@ use super::progress::bytes_bar;
 use super::report::LoadReport;
 use super::shard::EpRank;
 use super::source::CheckpointSource;
-use super::transform::{HostTensor, forward};
+use super::transform::{HostTensor, dequantise, forward};
 use crate::error::{Error, Result};
 
 /// How to load.
@@ -191,35 +191,38 @@ fn read_item(
     out: &mut [u8],
 ) -> Result<()> {
     let pieces = binding.pieces(item);
+    let unfit = |why: String| Error::Mismatch(format!("{}: {why}", pieces[0].name));
+    let check = |piece: &Piece, tensor: &HostTensor<'_>, expected: &str| match allow_nonfinite {
+        true => Ok(()),
+        false => finite(piece, source, tensor.dtype, &tensor.data, expected),
+    };
     let mut tensors = Vec::with_capacity(pieces.len());
     for piece in &pieces {
-        let mut tensor = read_piece(piece, source)?;
-        if !allow_nonfinite {
-            finite(
-                piece,
-                source,
-                tensor.dtype,
-                &tensor.data,
-                "finite weights (or set `allow_nonfinite`)",
-            )?;
-        }
-        if tensor.dtype != plan.dtype {
-            tensor.data = cast(tensor.data, tensor.dtype, plan.dtype);
-            tensor.dtype = plan.dtype;
-            if !allow_nonfinite {
-                finite(
-                    piece,
-                    source,
-                    plan.dtype,
-                    &tensor.data,
-                    "a value in the range of the dtype asked for",
-                )?;
-            }
-        }
+        let tensor = read_piece(piece, source)?;
+        check(piece, &tensor, "finite weights (or set `allow_nonfinite`)")?;
         tensors.push(tensor);
     }
-    let unfit = |why: String| Error::Mismatch(format!("{}: {why}", pieces[0].name));
-    let item = forward(&binding.steps, tensors).map_err(unfit)?;
+    let in_range = "a value in the range of the dtype asked for";
+    let steps = match binding.format() {
+        None => {
+            for (piece, tensor) in pieces.iter().zip(&mut tensors) {
+                if tensor.dtype != plan.dtype {
+                    tensor.data = cast(std::mem::take(&mut tensor.data), tensor.dtype, plan.dtype);
+                    tensor.dtype = plan.dtype;
+                    check(piece, tensor, in_range)?;
+                }
+            }
+            &binding.steps[..]
+        }
+        Some(format) => {
+            tensors = dequantise(format, &tensors, plan.dtype).map_err(unfit)?;
+            for (pair, tensor) in pieces.chunks(2).zip(&tensors) {
+                check(&pair[0], tensor, in_range)?;
+            }
+            &binding.steps[1..]
+        }
+    };
+    let item = forward(steps, tensors).map_err(unfit)?;
     if item.data.len() != out.len() {
         return Err(unfit(format!("{} bytes where {} fit", item.data.len(), out.len())));
     }
@@ -227,7 +230,8 @@ fn read_item(
     Ok(())
 }
 
-fn read_piece<'a>(piece: &Piece, source: &'a CheckpointSource) -> Result<HostTensor<'a>> {
+/// A stored tensor, or one expert of it, from the mapped file.
+pub(crate) fn read_piece<'a>(piece: &Piece, source: &'a CheckpointSource) -> Result<HostTensor<'a>> {
     let whole = source.info(&piece.name).zip(source.bytes(&piece.name));
     let found = whole.and_then(|(info, bytes)| match piece.slab {
         None => Some((info.dtype, info.shape, bytes)),

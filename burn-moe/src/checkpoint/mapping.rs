@@ -25,8 +25,11 @@
 //! assert!(map.validate().is_ok());
 //! ```
 
+use serde_json::Value;
+
 use super::pattern::{BASE, Captures, EXPERT, Pattern};
-use super::transform::Step;
+use super::quantise::QuantFormat;
+use super::transform::{Step, quantised};
 use crate::error::{Error, Result};
 
 /// One way in which the tensors of a rule are stored.
@@ -45,6 +48,11 @@ impl Layout {
     /// Steps from the sources to the target, in order.
     pub fn steps(&self) -> &[Step] {
         &self.steps
+    }
+
+    /// The format in which its weights are packed; None: plain numbers.
+    pub fn format(&self) -> Option<QuantFormat> {
+        quantised(&self.steps)
     }
 }
 
@@ -78,6 +86,9 @@ impl Rule {
 
     /// Add a layout: the source names and the steps that turn them into the target. The first one added is the one written
     /// for models built from a config.
+    ///
+    /// A layout that begins with [`Step::Dequantise`] takes pairs of sources, weights and scales. A file has it when a name is
+    /// there that only such layouts have, whatever the order; it is written only on request (`SaveOptions::quantised`).
     pub fn stored_as<'a>(mut self, sources: impl IntoIterator<Item = &'a str>, steps: impl IntoIterator<Item = Step>) -> Self {
         self.layouts.push(Layout {
             sources: sources.into_iter().map(Pattern::new).collect(),
@@ -111,6 +122,9 @@ impl Rule {
         if self.layouts.is_empty() {
             return Some("at least one layout (stored_as)".into());
         }
+        if self.layouts.iter().all(|layout| layout.format().is_some()) {
+            return Some("a layout that is not quantised".into());
+        }
         for layout in &self.layouts {
             if layout.sources.is_empty() {
                 return Some("at least one source name in every layout".into());
@@ -126,7 +140,17 @@ impl Rule {
                     return Some(format!("`{{{unknown}}}` of the source `{source}` is not in the target"));
                 }
             }
-            if layout.sources.len() > 1 && !layout.steps.iter().any(Step::merges) {
+            if layout.steps.iter().skip(1).any(|step| step.format().is_some()) {
+                return Some("Dequantise as the first step, or not at all".into());
+            }
+            let tensors = match layout.format() {
+                Some(_) if !layout.sources.len().is_multiple_of(2) => {
+                    return Some("a name of scales after every name of packed weights".into());
+                }
+                Some(_) => layout.sources.len() / 2,
+                None => layout.sources.len(),
+            };
+            if tensors > 1 && !layout.steps.iter().any(Step::merges) {
                 return Some("a step that merges several sources into one".into());
             }
             if self.experts && layout.steps.iter().any(|step| step.touches_axis(0)) {
@@ -145,6 +169,7 @@ pub struct WeightMap {
     carried: Vec<Pattern>,
     keep_fp32: Vec<Pattern>,
     tie: Option<(String, String)>,
+    quantization_config: Option<Value>,
 }
 
 impl WeightMap {
@@ -156,6 +181,7 @@ impl WeightMap {
             carried: Vec::new(),
             keep_fp32: Vec::new(),
             tie: None,
+            quantization_config: None,
         }
     }
 
@@ -182,6 +208,18 @@ impl WeightMap {
     pub fn tie(mut self, kept: &str, other: &str) -> Self {
         self.tie = Some((kept.to_string(), other.to_string()));
         self
+    }
+
+    /// `quantization_config` of files that hold quantised layouts, for a save that turns a plain model into one. A checkpoint
+    /// that has the field keeps its own.
+    pub fn quantization_config(mut self, value: Value) -> Self {
+        self.quantization_config = Some(value);
+        self
+    }
+
+    /// What [`WeightMap::quantization_config`] set.
+    pub(crate) fn quantised_config(&self) -> Option<&Value> {
+        self.quantization_config.as_ref()
     }
 
     /// Prefixes `{base}` may stand for.
@@ -273,6 +311,7 @@ mod tests {
 
     #[test]
     fn malformed_rules_are_named() {
+        let plain = || Rule::tensor("a").stored_as(["a"], []);
         let cases = [
             (Rule::tensor("a"), "at least one layout"),
             (Rule::tensor("a").stored_as([], []), "at least one source name"),
@@ -284,6 +323,19 @@ mod tests {
                 "beyond axis 0",
             ),
             (Rule::tensor("{base}a").stored_as(["b"], []), "source names"),
+            (
+                Rule::tensor("a").stored_as(["b", "s"], [Step::Dequantise(QuantFormat::Mxfp4)]),
+                "not quantised",
+            ),
+            (plain().stored_as(["b"], [Step::Dequantise(QuantFormat::Mxfp4)]), "name of scales"),
+            (
+                plain().stored_as(["b", "s"], [Step::Transpose { axes: (0, 1) }, Step::Dequantise(QuantFormat::Mxfp4)]),
+                "first step",
+            ),
+            (
+                plain().stored_as(["b", "s", "c", "t"], [Step::Dequantise(QuantFormat::Mxfp4)]),
+                "merges several sources",
+            ),
         ];
         for (rule, why) in cases {
             let text = WeightMap::new(["model."]).rule(rule).validate().unwrap_err().to_string();

@@ -2,8 +2,8 @@
 //!
 //! A load takes five steps: find the files (`index.rs`), map them and check their headers (`source.rs`, `header.rs`), plan
 //! which tensors make up which parameter by the table of `mapping.rs` (`plan.rs`, `binding.rs`), report what does not fit
-//! (`report.rs`), then read, convert and place one parameter at a time (`load.rs`, `transform.rs`, `cast.rs`). A save runs
-//! the same table backwards (`write.rs`).
+//! (`report.rs`), then read, convert and place one parameter at a time (`load.rs`, `transform.rs`, `cast.rs`, `quantise/`). A
+//! save runs the same table backwards (`write.rs`).
 
 mod binding;
 mod cast;
@@ -19,6 +19,7 @@ mod mapping;
 mod pattern;
 mod plan;
 mod progress;
+mod quantise;
 mod report;
 mod shard;
 mod source;
@@ -30,6 +31,7 @@ pub use json::{ConfigJson, as_f64, from_f64};
 pub use load::{LoadOptions, inspect, load};
 pub use mapping::{Layout, Rule, WeightMap};
 pub use pattern::{Captures, Pattern};
+pub use quantise::QuantFormat;
 pub use report::{LoadReport, LoadedTensor, MismatchedTensor, MissingTensor, UnusedTensor};
 pub use shard::EpRank;
 pub use source::{CheckpointSource, TensorInfo, TieState};

@@ -6,10 +6,11 @@ use burn::module::{Module, ModuleVisitor, Param};
 use burn::tensor::{Bool, Int, Tensor, backend::Backend};
 use safetensors::Dtype;
 
-use super::binding::{Binding, detect};
+use super::binding::{Binding, Piece, detect};
 use super::cast::{can_cast, is_float, to_burn};
 use super::load::LoadOptions;
 use super::mapping::WeightMap;
+use super::quantise::QuantFormat;
 use super::report::{LoadReport, LoadedTensor, MismatchedTensor, MissingTensor, UnusedTensor};
 use super::shard::ExpertShare;
 use super::source::{CheckpointSource, TieState};
@@ -288,7 +289,8 @@ fn plan_param(
             None
         }
         Ok(stored) => {
-            let dtype = wanted.unwrap_or(stored);
+            let format = binding.format();
+            let dtype = wanted.or(format.map(QuantFormat::plain_type)).unwrap_or(stored);
             let local: u64 = spec.shape.iter().map(|&n| n as u64).product();
             report.bytes += local * (dtype.bitsize() as u64 / 8);
             report.loaded.push(LoadedTensor {
@@ -296,6 +298,7 @@ fn plan_param(
                 shape: spec.shape.clone(),
                 dtype,
                 stored,
+                format,
                 names: binding.templates(),
                 sources: binding.names().len(),
                 elements: local * share.as_ref().map_or(1, |_| options.ep.size as u64),
@@ -320,6 +323,28 @@ fn wanted_dtype(spec: &ParamSpec, map: &WeightMap, options: &LoadOptions) -> Opt
     }
 }
 
+/// Checks the types of quantised weights and their scales.
+fn check_pairs(spec: &ParamSpec, format: QuantFormat, pieces: &[Piece], source: &CheckpointSource) -> Result<(), Unfit> {
+    let dtype = |piece: &Piece| source.info(&piece.name).map(|info| info.dtype);
+    for pair in pieces.chunks(2) {
+        let [weights, scales] = pair else { continue };
+        if spec.kind != Kind::Float {
+            return Err((
+                weights.name.clone(),
+                format.to_string(),
+                format!("a dtype for {:?} parameters", spec.kind),
+            ));
+        }
+        // A name that is not there has been reported as missing.
+        if let (Some(first), Some(second)) = (dtype(weights), dtype(scales))
+            && let Err((part, expected)) = format.check_types(first, second)
+        {
+            return Err((pair[part].name.clone(), format!("dtype {}", [first, second][part]), expected));
+        }
+    }
+    Ok(())
+}
+
 /// Name, what is stored, and what is needed.
 type Unfit = (String, String, String);
 
@@ -335,17 +360,22 @@ fn check_stored(
     for item in 0..binding.items() {
         let mut shapes = Vec::with_capacity(binding.arity());
         let mut name = String::new();
-        for piece in binding.pieces(item) {
+        let pieces = binding.pieces(item);
+        if let Some(format) = binding.format() {
+            check_pairs(spec, format, &pieces, source)?;
+        }
+        for piece in pieces {
             let info = source
                 .info(&piece.name)
                 .ok_or_else(|| (piece.name.clone(), "nothing".into(), "a tensor".into()))?;
             let dtype = info.dtype;
             let loadable = match spec.kind {
+                Kind::Float if binding.format().is_some() => true,
                 Kind::Float => is_float(dtype),
                 Kind::Int => can_cast(dtype, Dtype::I64),
                 Kind::Bool => dtype == Dtype::BOOL,
             };
-            if !loadable || to_burn(dtype).is_none() {
+            if !loadable || (to_burn(dtype).is_none() && binding.format().is_none()) {
                 return Err((
                     piece.name,
                     format!("dtype {dtype}"),
@@ -353,7 +383,7 @@ fn check_stored(
                 ));
             }
             let stored = *first.get_or_insert(dtype);
-            if stored != dtype && wanted.is_none() {
+            if stored != dtype && wanted.is_none() && binding.format().is_none() {
                 let expected = format!("dtype {stored} like the other parts of {}, or a dtype to load as", spec.path);
                 return Err((piece.name, format!("dtype {dtype}"), expected));
             }

@@ -6,6 +6,8 @@ use std::path::PathBuf;
 
 use safetensors::Dtype;
 
+use super::quantise::QuantFormat;
+
 /// Lines per list in the printed report; the lists themselves are complete.
 const MAX_LINES: usize = 20;
 /// Names compared for suggestions: enough for a renamed layer, bounded for hostile files.
@@ -20,8 +22,10 @@ pub struct LoadedTensor {
     pub shape: Vec<usize>,
     /// Element type in memory.
     pub dtype: Dtype,
-    /// Element type in the file.
+    /// Element type in the file; of the packed weights when they are quantised.
     pub stored: Dtype,
+    /// Format from which it is dequantised.
+    pub format: Option<QuantFormat>,
     /// Names in the file, with `{expert}` where experts are numbered.
     pub names: Vec<String>,
     /// Tensors of the file it is made of.
@@ -154,7 +158,11 @@ impl fmt::Display for LoadReport {
             self.dir.display(),
             self.loaded.len()
         )?;
-        let cast: Vec<String> = self.cast().map(|t| format!("{} ({} -> {})", t.path, t.stored, t.dtype)).collect();
+        let changed = |t: &LoadedTensor| match t.format {
+            Some(format) => format!("{} ({format} -> {})", t.path, t.dtype),
+            None => format!("{} ({} -> {})", t.path, t.stored, t.dtype),
+        };
+        let cast: Vec<String> = self.cast().map(changed).collect();
         list(f, "cast", cast.iter().map(|line| (line.as_str(), None)))?;
         list(f, "carried through", self.carried.iter().map(|name| (name.as_str(), None)))?;
         list(
@@ -309,6 +317,7 @@ mod tests {
             shape: vec![1],
             dtype: Dtype::F32,
             stored: Dtype::F32,
+            format: None,
             names: names.iter().map(|n| n.to_string()).collect(),
             sources: 1,
             elements: 1,

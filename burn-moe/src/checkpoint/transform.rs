@@ -7,6 +7,8 @@ use std::borrow::Cow;
 
 use safetensors::Dtype;
 
+use super::quantise::{self, QuantFormat};
+
 /// One step. Axes are counted in the target.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Step {
@@ -18,6 +20,8 @@ pub enum Step {
     Deinterleave { axis: usize },
     /// Rows `a0 a1 .. b0 b1 ..` of the file become `a0 b0 a1 b1 ..`.
     Interleave { axis: usize },
+    /// Sources come in pairs, packed weights and their scales: each pair becomes one matrix. Always the first step.
+    Dequantise(QuantFormat),
 }
 
 /// A tensor on the host, row-major.
@@ -39,11 +43,21 @@ impl Step {
         matches!(self, Self::Concat { .. })
     }
 
+    /// The format that the step decodes.
+    pub fn format(&self) -> Option<QuantFormat> {
+        match *self {
+            Self::Dequantise(format) => Some(format),
+            _ => None,
+        }
+    }
+
     /// Whether the step moves elements along `axis`.
     pub fn touches_axis(&self, axis: usize) -> bool {
         match *self {
             Self::Concat { axis: a } | Self::Deinterleave { axis: a } | Self::Interleave { axis: a } => a == axis,
             Self::Transpose { axes: (a, b) } => a == axis || b == axis,
+            // Of a matrix, which is one expert where axis 0 counts experts.
+            Self::Dequantise(_) => false,
         }
     }
 
@@ -54,6 +68,7 @@ impl Step {
             Self::Transpose { axes: (a, b) } => Self::Transpose { axes: (a - 1, b - 1) },
             Self::Deinterleave { axis } => Self::Deinterleave { axis: axis - 1 },
             Self::Interleave { axis } => Self::Interleave { axis: axis - 1 },
+            Self::Dequantise(format) => Self::Dequantise(format),
         }
     }
 
@@ -85,12 +100,24 @@ impl Step {
                     None => Ok(inputs),
                 }
             }
+            Self::Dequantise(format) => inputs
+                .chunks(2)
+                .map(|pair| match pair {
+                    [weights, scales] => format.shape(weights, scales),
+                    _ => Err(format!("{} tensors where {format} needs pairs of weights and scales", inputs.len())),
+                })
+                .collect(),
         }
     }
 
     fn inverse_shapes(&self, outputs: Shapes, arity: usize) -> Result<Shapes, String> {
-        let Self::Concat { axis } = *self else {
-            return self.shapes(outputs);
+        let axis = match *self {
+            Self::Concat { axis } => axis,
+            Self::Dequantise(format) => {
+                let pairs = outputs.iter().map(|shape| format.stored_shapes(shape));
+                return Ok(pairs.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect());
+            }
+            _ => return self.shapes(outputs),
         };
         let [merged] = outputs.as_slice() else {
             return Err(format!("{} tensors where one was joined", outputs.len()));
@@ -103,9 +130,10 @@ impl Step {
         Ok(vec![part; arity])
     }
 
-    fn apply<'a>(&self, inputs: Vec<HostTensor<'a>>) -> Vec<HostTensor<'a>> {
-        match *self {
+    fn apply<'a>(&self, inputs: Vec<HostTensor<'a>>) -> Result<Vec<HostTensor<'a>>, String> {
+        Ok(match *self {
             Self::Concat { axis } => vec![concat(inputs, axis)],
+            Self::Dequantise(format) => return dequantise(format, &inputs, format.plain_type()),
             Self::Transpose { axes } => inputs.into_iter().map(|t| transpose(t, axes)).collect(),
             Self::Deinterleave { axis } => inputs
                 .into_iter()
@@ -115,17 +143,48 @@ impl Step {
                 .into_iter()
                 .map(|t| gather_rows(t, axis, |n, row| if row % 2 == 0 { row / 2 } else { n / 2 + row / 2 }))
                 .collect(),
-        }
+        })
     }
 
-    fn invert<'a>(&self, outputs: Vec<HostTensor<'a>>, arity: usize) -> Vec<HostTensor<'a>> {
+    fn invert<'a>(&self, outputs: Vec<HostTensor<'a>>, arity: usize) -> Result<Vec<HostTensor<'a>>, String> {
         match *self {
-            Self::Concat { axis } => outputs.into_iter().flat_map(|t| cut(t, axis, arity)).collect(),
+            Self::Concat { axis } => Ok(outputs.into_iter().flat_map(|t| cut(t, axis, arity)).collect()),
             Self::Transpose { .. } => self.apply(outputs),
             Self::Deinterleave { axis } => Self::Interleave { axis }.apply(outputs),
             Self::Interleave { axis } => Self::Deinterleave { axis }.apply(outputs),
+            Self::Dequantise(format) => {
+                let pairs = outputs.iter().map(|matrix| quantise::quantise(format, matrix, None));
+                Ok(pairs.collect::<Result<Vec<_>, _>>()?.into_iter().flatten().collect())
+            }
         }
     }
+}
+
+/// The format of a chain that begins with quantised sources.
+pub(crate) fn quantised(steps: &[Step]) -> Option<QuantFormat> {
+    steps.first().and_then(Step::format)
+}
+
+/// Tensors that the steps after [`Step::Dequantise`] see, for `arity` sources.
+fn parts(steps: &[Step], arity: usize) -> usize {
+    match quantised(steps) {
+        Some(_) => arity / 2,
+        None => arity,
+    }
+}
+
+/// One matrix in `dtype` for every pair (weights, scales).
+pub(crate) fn dequantise(format: QuantFormat, sources: &[HostTensor<'_>], dtype: Dtype) -> Result<Vec<HostTensor<'static>>, String> {
+    sources
+        .chunks(2)
+        .map(|pair| match pair {
+            [weights, scales] => quantise::dequantise(format, weights, scales, dtype),
+            _ => Err(format!(
+                "{} tensors where {format} needs pairs of weights and scales",
+                sources.len()
+            )),
+        })
+        .collect()
 }
 
 /// Shape that `steps` make of the source shapes, or what does not fit.
@@ -139,10 +198,11 @@ pub fn forward_shape(steps: &[Step], sources: Vec<Vec<usize>>) -> Result<Vec<usi
 
 /// Shapes of the `arity` sources of a target of shape `target`.
 pub fn backward_shapes(steps: &[Step], target: Vec<usize>, arity: usize) -> Result<Vec<Vec<usize>>, String> {
+    let parts = parts(steps, arity);
     let shapes = steps
         .iter()
         .rev()
-        .try_fold(vec![target], |shapes, step| step.inverse_shapes(shapes, arity))?;
+        .try_fold(vec![target], |shapes, step| step.inverse_shapes(shapes, parts))?;
     if shapes.len() == arity {
         Ok(shapes)
     } else {
@@ -150,17 +210,21 @@ pub fn backward_shapes(steps: &[Step], target: Vec<usize>, arity: usize) -> Resu
     }
 }
 
-/// The target that `steps` make of the sources; all sources have one dtype.
+/// The target that `steps` make of the sources; all sources have one dtype, except pairs of weights and scales.
 pub fn forward<'a>(steps: &[Step], sources: Vec<HostTensor<'a>>) -> Result<HostTensor<'a>, String> {
     forward_shape(steps, sources.iter().map(|t| t.shape.clone()).collect())?;
-    let mut tensors = steps.iter().fold(sources, |tensors, step| step.apply(tensors));
+    let mut tensors = steps.iter().try_fold(sources, |tensors, step| step.apply(tensors))?;
     tensors.pop().ok_or_else(|| "no tensor".to_string())
 }
 
 /// The sources of a target: the inverse of [`forward`].
 pub fn backward<'a>(steps: &[Step], target: HostTensor<'a>, arity: usize) -> Result<Vec<HostTensor<'a>>, String> {
     backward_shapes(steps, target.shape.clone(), arity)?;
-    Ok(steps.iter().rev().fold(vec![target], |tensors, step| step.invert(tensors, arity)))
+    let parts = parts(steps, arity);
+    steps
+        .iter()
+        .rev()
+        .try_fold(vec![target], |tensors, step| step.invert(tensors, parts))
 }
 
 /// Bytes of one element; sub-byte types never reach a step.
@@ -329,6 +393,24 @@ mod tests {
             assert_eq!(backward_shapes(&chain, target.shape.clone(), 2).unwrap(), shapes);
             assert_eq!(backward(&chain, target, 2).unwrap(), sources);
         }
+    }
+
+    /// Two quantised matrices, decoded and joined: gate and up of one expert.
+    #[test]
+    fn pairs_of_weights_and_scales_become_matrices() {
+        let pair = |code: u8, scale: u8| [tensor(&[1, 1, 16], &[code; 16]), tensor(&[1, 1], &[scale])];
+        let sources: Vec<_> = pair(0x21, 127).into_iter().chain(pair(0x43, 128)).collect();
+        let steps = [Step::Dequantise(QuantFormat::Mxfp4), Step::Concat { axis: 0 }];
+        let target = forward(&steps, sources.clone()).unwrap();
+        assert_eq!((target.dtype, &target.shape[..]), (Dtype::BF16, &[2, 32][..]));
+        let first = |row: usize| -> Vec<u8> { target.data[row * 64..row * 64 + 4].to_vec() };
+        let bf16 = |values: [f32; 2]| -> Vec<u8> { values.iter().flat_map(|v| half::bf16::from_f32(*v).to_le_bytes()).collect() };
+        assert_eq!((first(0), first(1)), (bf16([0.5, 1.0]), bf16([3.0, 4.0])));
+        let shapes: Vec<_> = sources.iter().map(|t| t.shape.clone()).collect();
+        assert_eq!(backward_shapes(&steps, vec![2, 32], 4).unwrap(), shapes);
+        let stored = backward(&steps, target.clone(), 4).unwrap();
+        assert_eq!(forward(&steps, stored).unwrap(), target);
+        assert!(forward(&steps[..1], sources[..1].to_vec()).unwrap_err().contains("pairs"));
     }
 
     #[test]

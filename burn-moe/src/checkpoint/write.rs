@@ -15,7 +15,7 @@ use burn_ep_backend::OpError;
 use burn_ep_backend::comm::EpGroup;
 use indicatif::ProgressBar;
 
-use super::binding::Binding;
+use super::binding::{Binding, Piece};
 use super::cast::{cast, first_nonfinite, from_burn};
 use super::files::{
     check_writable, commit, copy_side_files, create_part, open_part, part, remove_stale, shard_names, sync_dir, write_whole,
@@ -23,9 +23,11 @@ use super::files::{
 use super::index::{INDEX_FILE, SINGLE_FILE};
 use super::json::ConfigJson;
 use super::layout::{OutPlan, ParamTypes, plan_output};
+use super::load::read_piece;
 use super::mapping::WeightMap;
 use super::plan::{PathStack, param_specs};
 use super::progress::bytes_bar;
+use super::quantise::{QuantFormat, quantise};
 use super::shard::EpRank;
 use super::source::CheckpointSource;
 use super::transform::{HostTensor, backward};
@@ -33,6 +35,8 @@ use crate::error::{Error, Result};
 
 /// Default limit of a weight file.
 const MAX_SHARD_BYTES: u64 = 5_000_000_000;
+/// Field of `config.json` that says how the weights of the files are quantised.
+const QUANTIZATION_CONFIG: &str = "quantization_config";
 
 /// How to save.
 #[derive(Debug, Clone, Copy)]
@@ -45,6 +49,11 @@ pub struct SaveOptions<'a> {
     pub config: Option<&'a ConfigJson>,
     /// Write NaN and infinite weights too. Without it a model that diverged is an error, not a checkpoint that cannot be loaded.
     pub allow_nonfinite: bool,
+    /// Write quantised layouts, for every parameter that has one in the table: blocks whose values are those of `like` keep its
+    /// bytes, others are quantised by the rule of the format. By default (false) a model that was loaded from quantised weights
+    /// is written in plain bf16, and `quantization_config` is removed from its config, as transformers does for a
+    /// dequantised model.
+    pub quantised: bool,
     /// Largest weight file in bytes (5 GB by default); a larger single tensor gets a file of its own.
     pub max_shard_bytes: u64,
     /// Expert-parallel group. All ranks call [`save`] with the same options and write into one folder, which all must see.
@@ -59,6 +68,7 @@ impl Default for SaveOptions<'_> {
             like: None,
             config: None,
             allow_nonfinite: false,
+            quantised: false,
             max_shard_bytes: MAX_SHARD_BYTES,
             ep: None,
             progress: false,
@@ -108,7 +118,7 @@ pub fn save<B: Backend, M: Module<B>>(module: &M, map: &WeightMap, dir: impl AsR
     }
     written?;
     let committed = if ranks.is_first() {
-        finish(&plan, dir, &names, options)
+        finish(&plan, map, dir, &names, options)
     } else {
         Ok(())
     };
@@ -178,7 +188,22 @@ fn prepare<B: Backend, M: Module<B>>(module: &M, map: &WeightMap, dir: &Path, op
     let mut types = TypeVisitor::default();
     module.visit(&mut types);
     let specs = param_specs(module);
-    let plan = plan_output(&specs, &types.types, map, options.like, ranks.rank(), options.max_shard_bytes)?;
+    let plan = plan_output(
+        &specs,
+        &types.types,
+        map,
+        options.like,
+        options.quantised,
+        ranks.rank(),
+        options.max_shard_bytes,
+    )?;
+    if options.quantised && !plan.quantised {
+        return Err(Error::config(
+            "quantised",
+            "true",
+            "false: this family has no quantised layout that can be written",
+        ));
+    }
     if !ranks.is_first() {
         return Ok((plan, Vec::new()));
     }
@@ -208,6 +233,7 @@ fn write_params<B: Backend, M: Module<B>>(
             open: HashMap::new(),
         },
         rank: ranks.rank(),
+        like: options.like,
         bar: &bar,
         allow_nonfinite: options.allow_nonfinite,
         error: None,
@@ -239,11 +265,19 @@ fn write_params<B: Backend, M: Module<B>>(
 }
 
 /// Puts the written files into place, then removes what they replace.
-fn finish(plan: &OutPlan, dir: &Path, names: &[String], options: &SaveOptions<'_>) -> Result<()> {
+fn finish(plan: &OutPlan, map: &WeightMap, dir: &Path, names: &[String], options: &SaveOptions<'_>) -> Result<()> {
     if let Some(source) = options.like {
         copy_side_files(source.dir(), dir)?;
     }
     if let Some(config) = options.config.or(options.like.map(CheckpointSource::config)) {
+        let mut config = config.clone();
+        if !plan.quantised {
+            config.remove(QUANTIZATION_CONFIG);
+        } else if config.get(QUANTIZATION_CONFIG).is_none_or(serde_json::Value::is_null)
+            && let Some(value) = map.quantised_config()
+        {
+            config.set(QUANTIZATION_CONFIG, value.clone());
+        }
         write_whole(&dir.join("config.json"), config.to_text().as_bytes())?;
     }
     for name in names {
@@ -343,6 +377,7 @@ struct Writer<'a> {
     plan: &'a OutPlan,
     files: Files,
     rank: EpRank,
+    like: Option<&'a CheckpointSource>,
     bar: &'a ProgressBar,
     allow_nonfinite: bool,
     /// A visitor cannot fail: the first error is kept and the rest skipped.
@@ -391,18 +426,38 @@ impl Writer<'_> {
                 shape: shape.to_vec(),
                 data: Cow::Borrowed(bytes),
             };
-            let parts = backward(&binding.steps, tensor, binding.arity())
-                .map_err(|why| Error::Mismatch(format!("{path}: cannot be written: {why}")))?;
-            for (piece, part) in binding.pieces(item).into_iter().zip(parts) {
+            let pieces = binding.pieces(item);
+            let parts = match binding.format() {
+                None => backward(&binding.steps, tensor, binding.arity()),
+                Some(format) => backward(&binding.steps[1..], tensor, binding.arity() / 2)
+                    .and_then(|matrices| quantise_all(format, &matrices, &pieces, self.like)),
+            };
+            let parts = parts.map_err(|why| Error::Mismatch(format!("{path}: cannot be written: {why}")))?;
+            for (piece, part) in pieces.into_iter().zip(parts) {
                 let tensor = self.plan.tensor(&piece.name);
                 let tensor = tensor.ok_or_else(|| Error::Mismatch(format!("{path}: no place for `{}`", piece.name)))?;
-                let bytes = cast(part.data, dtype, tensor.dtype);
+                let bytes = cast(part.data, part.dtype, tensor.dtype);
                 let slab = piece.slab.unwrap_or(0) as u64 * bytes.len() as u64;
                 self.files.write(tensor.file, tensor.offset + slab, &bytes)?;
             }
         }
         Ok(())
     }
+}
+
+/// Weights and scales of every matrix, next to those of the checkpoint it came from.
+fn quantise_all<'a>(
+    format: QuantFormat,
+    matrices: &[HostTensor<'_>],
+    pieces: &[Piece],
+    like: Option<&CheckpointSource>,
+) -> std::result::Result<Vec<HostTensor<'a>>, String> {
+    let stored = |piece: &Piece| like.and_then(|source| read_piece(piece, source).ok());
+    let pairs = matrices.iter().zip(pieces.chunks(2)).map(|(matrix, pair)| {
+        let before = stored(&pair[0]).zip(stored(&pair[1])).map(<[HostTensor<'_>; 2]>::from);
+        quantise(format, matrix, before)
+    });
+    Ok(pairs.collect::<std::result::Result<Vec<_>, _>>()?.into_iter().flatten().collect())
 }
 
 impl<B: Backend> ModuleVisitor<B> for Writer<'_> {
@@ -445,7 +500,7 @@ mod tests {
             .to_vec();
         let types = specs.iter().map(|s| (s.path.clone(), Dtype::F32)).collect();
         let map = WeightMap::new(["model."]).rule(crate::checkpoint::Rule::tensor("{path}").stored_as(["{base}{path}"], []));
-        let plan = plan_output(&specs, &types, &map, None, EpRank::default(), 24).unwrap();
+        let plan = plan_output(&specs, &types, &map, None, false, EpRank::default(), 24).unwrap();
         let text = index_text(&plan, &["x".into(), "y".into()]);
         let expected = "{\n  \"metadata\": {\n    \"total_parameters\": 12,\n    \"total_size\": 48\n  },\n  \"weight_map\": {\n    \"model.a.weight\": \"x\",\n    \"model.b.weight\": \"y\"\n  }\n}\n";
         assert_eq!(text, expected);
