@@ -109,7 +109,7 @@ pub enum RopeLayout {
 /// Settings of [`crate::ops::ssd_scan`] (Mamba-2).
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 pub struct SsdDesc {
-    /// Chunk length Q of the chunked algorithm; any value gives the same result.
+    /// Chunk length Q of the chunked algorithm; any value gives the same result. The CUDA kernels always take 64.
     pub chunk: usize,
     /// Clamp of the step `delta = softplus(dt + dt_bias)`.
     pub dt_min: f32,

@@ -10,6 +10,7 @@ use crate::backend::*;
 use crate::desc::*;
 use crate::kernels::cube::{self, rows::Rows};
 use crate::kernels::hopper::{self, gemm::Product};
+use crate::kernels::mamba;
 use crate::kernels::raw::CudaTensor;
 use crate::reference;
 
@@ -233,6 +234,52 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         reference::rope::rope::<Self>(x_bshd, cos, sin, layout)
     }
 
+    fn causal_conv1d(
+        x_bsc: FloatTensor<Self>,
+        weight_ck: FloatTensor<Self>,
+        bias_c: Option<FloatTensor<Self>>,
+        history: Option<FloatTensor<Self>>,
+        doc_start_bs: Option<IntTensor<Self>>,
+        silu: bool,
+    ) -> FloatTensor<Self> {
+        let others = bias_c.iter().chain(&history);
+        let refusal = mamba::causal_conv1d::refusal(&x_bsc, &weight_ck, others, doc_start_bs.as_ref());
+        if refused("causal_conv1d", refusal) {
+            return reference::causal_conv1d::causal_conv1d::<Self>(x_bsc, weight_ck, bias_c, history, doc_start_bs, silu);
+        }
+        mamba::causal_conv1d::causal_conv1d::<Self>(x_bsc, weight_ck, bias_c, history, doc_start_bs, silu)
+    }
+
+    fn causal_conv1d_backward(
+        grad_bsc: FloatTensor<Self>,
+        x_bsc: FloatTensor<Self>,
+        weight_ck: FloatTensor<Self>,
+        bias_c: Option<FloatTensor<Self>>,
+        doc_start_bs: Option<IntTensor<Self>>,
+        silu: bool,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>, Option<FloatTensor<Self>>) {
+        let refusal = mamba::causal_conv1d::refusal(&x_bsc, &weight_ck, &bias_c, doc_start_bs.as_ref());
+        if grad_bsc.dtype != x_bsc.dtype || refused("causal_conv1d_backward", refusal) {
+            return reference::causal_conv1d::causal_conv1d_backward::<Self>(grad_bsc, x_bsc, weight_ck, bias_c, doc_start_bs, silu);
+        }
+        mamba::causal_conv1d::causal_conv1d_backward::<Self>(grad_bsc, x_bsc, weight_ck, bias_c, doc_start_bs, silu)
+    }
+
+    fn ssd_scan(input: SsdPrim<Self>, desc: &SsdDesc) -> SsdOutPrim<Self> {
+        if refused("ssd_scan", mamba::ssd_scan::refusal::<Self>(&input)) {
+            return reference::ssd_scan::ssd_scan::<Self>(input, desc);
+        }
+        mamba::ssd_scan::ssd_scan::<Self>(input, desc)
+    }
+
+    fn ssd_scan_backward(grad_y: FloatTensor<Self>, input: SsdPrim<Self>, desc: &SsdDesc) -> SsdGrads<Self> {
+        let refusal = mamba::ssd_scan::refusal::<Self>(&input);
+        if !cube::fits([&grad_y]) || refused("ssd_scan_backward", refusal) {
+            return reference::ssd_scan::ssd_scan_backward::<Self>(grad_y, input, desc);
+        }
+        mamba::ssd_scan::ssd_scan_backward::<Self>(grad_y, input, desc)
+    }
+
     fn adamw_step(
         state: AdamWPrim<Self>,
         grad: FloatTensor<Self>,
@@ -244,6 +291,14 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         }
         cube::adamw::adamw_step(state, grad, grad_scale, desc)
     }
+}
+
+/// Whether a kernel does not take a call; says why in the log.
+fn refused(op: &str, reason: Option<&'static str>) -> bool {
+    if let Some(reason) = reason {
+        tracing::debug!(op, route = "reference", reason);
+    }
+    reason.is_some()
 }
 
 /// How the portable norm kernels deal the rows of `x`; None where they do not fit.

@@ -1,8 +1,10 @@
-//! GPU kernels. `cube/` holds portable kernels in CubeCL, `hopper/` CUDA C++ for compute capability 9.0 (sources in
-//! `kernels/hopper/`) that `raw.rs` launches on CubeCL's own stream and memory. `backends/cuda.rs` chooses.
+//! GPU kernels. `cube/` holds portable kernels in CubeCL, `mamba/` CUDA C++ for compute capability 8.0 and later, `hopper/`
+//! CUDA C++ for 9.0 (sources in `kernels/mamba/` and `kernels/hopper/`), which `raw.rs` launches on CubeCL's own stream and
+//! memory. `backends/cuda.rs` chooses.
 
 pub mod cube;
 pub mod hopper;
+pub mod mamba;
 #[cfg(test)]
 mod nvrtc;
 pub mod raw;

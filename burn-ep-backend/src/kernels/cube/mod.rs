@@ -5,7 +5,6 @@
 
 pub mod activation;
 pub mod adamw;
-pub mod causal_conv1d;
 #[cfg(test)]
 mod compile_check;
 pub mod expert_mlp;
