@@ -1,13 +1,15 @@
 //! Ops of the CUDA backend: Hopper kernels where they fit, then portable ones, else the reference on Burn's own kernels.
 
+use burn_backend::TensorMetadata;
+use burn_backend::ops::{FloatTensorOps, IntTensorOps};
 use burn_backend::tensor::{FloatTensor, IntTensor};
-use burn_backend::{TensorMetadata, ops::FloatTensorOps};
 use burn_cubecl::{CubeBackend, element::BoolElement, element::FloatElement, element::IntElement};
 use burn_fusion::{Fusion, FusionBackend};
 use cubecl::cuda::CudaRuntime;
 
 use crate::backend::*;
 use crate::desc::*;
+use crate::kernels::attention::Mask;
 use crate::kernels::cube::{self, rows::Rows};
 use crate::kernels::hopper::{self, gemm::Product};
 use crate::kernels::mamba;
@@ -154,9 +156,9 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         mask: &AttentionMaskPrim<Self>,
         desc: &AttentionDesc,
     ) -> AttentionPrim<Self> {
-        if hopper_attention_fits(&q, &k, &v, mask, desc) {
+        if hopper::is_hopper(&q) && hopper::attention::supports(&q, &k, &v, desc) {
             let sink = sink_h.map(|s| Self::float_cast(s, burn_backend::FloatDType::F32));
-            let (out_bshd, lse_bhs) = hopper::attention::forward(q, k, v, sink, desc);
+            let (out_bshd, lse_bhs) = hopper::attention::forward(q, k, v, sink, &attention_mask(mask), desc);
             return AttentionPrim { out_bshd, lse_bhs };
         }
         reference::attention::attention::<Self>(q, k, v, sink_h, mask, desc)
@@ -172,9 +174,20 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         out: &AttentionPrim<Self>,
         desc: &AttentionDesc,
     ) -> AttentionGrads<Self> {
-        if sink_h.is_none() && hopper_attention_fits(&q, &k, &v, mask, desc) {
-            let [q, k, v] = hopper::attention::backward(grad_bshd, q, k, v, out.out_bshd.clone(), out.lse_bhs.clone(), desc);
-            return AttentionGrads { q, k, v, sink: None };
+        let fits = hopper::is_hopper(&q) && hopper::attention::supports(&q, &k, &v, desc);
+        if fits && hopper::attention::supports_backward(&q, &k, &v) && grad_bshd.dtype == q.dtype {
+            let sink_dtype = sink_h.as_ref().map(|sink| sink.dtype);
+            let saved = hopper::attention::Saved {
+                q,
+                k,
+                v,
+                sink: sink_h.map(|s| Self::float_cast(s, burn_backend::FloatDType::F32)),
+                out: out.out_bshd.clone(),
+                lse: out.lse_bhs.clone(),
+            };
+            let ([q, k, v], sink) = hopper::attention::backward(grad_bshd, saved, &attention_mask(mask), desc);
+            let sink = sink.zip(sink_dtype).map(|(sink, dtype)| Self::float_cast(sink, dtype.into()));
+            return AttentionGrads { q, k, v, sink };
         }
         reference::attention::attention_backward::<Self>(grad_bshd, q, k, v, sink_h, mask, out, desc)
     }
@@ -312,12 +325,13 @@ fn hopper_product_fits(lhs: &CudaTensor, rhs: &CudaTensor, offsets: &CudaTensor)
     hopper::fits(lhs) && hopper::fits(rhs) && offsets.dtype == burn_backend::DType::I32
 }
 
-fn hopper_attention_fits<B>(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor, mask: &AttentionMaskPrim<B>, desc: &AttentionDesc) -> bool
-where
-    B: MoeBackend,
-{
-    let masked = mask.doc_start_bs.is_some() || mask.key_visible_bs.is_some();
-    !masked && hopper::fits(q) && hopper::attention::supports(q, k, v, desc)
+/// The masks of attention as its kernels read them.
+fn attention_mask<F: FloatElement, I: IntElement, BT: BoolElement>(mask: &AttentionMaskPrim<CubeBackend<CudaRuntime, F, I, BT>>) -> Mask {
+    let i32_of = |doc: CudaTensor| match doc.dtype {
+        burn_backend::DType::I32 => doc,
+        _ => CubeBackend::<CudaRuntime, F, I, BT>::int_cast(doc, burn_backend::IntDType::I32),
+    };
+    Mask::new(mask.doc_start_bs.clone().map(i32_of), mask.key_visible_bs.clone())
 }
 
 /// With fusion every op runs its reference, whose element-wise chains the fusion layer merges.

@@ -2,6 +2,7 @@
 //! CUDA C++ for 9.0 (sources in `kernels/mamba/` and `kernels/hopper/`), which `raw.rs` launches on CubeCL's own stream and
 //! memory. `backends/cuda.rs` chooses.
 
+pub mod attention;
 pub mod cube;
 pub mod hopper;
 pub mod mamba;

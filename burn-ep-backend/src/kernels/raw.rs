@@ -118,6 +118,7 @@ impl CubeTask<CudaCompiler> for RawKernel {
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum MapElem {
     Bf16,
+    F16,
     F32,
 }
 
@@ -126,6 +127,7 @@ pub fn tensor_map(handle: &Handle, shape: Vec<usize>, strides: Vec<usize>, tile:
     let rank = shape.len();
     let kind = match elem {
         MapElem::Bf16 => FloatKind::BF16,
+        MapElem::F16 => FloatKind::F16,
         MapElem::F32 => FloatKind::F32,
     };
     TensorMapBinding {
@@ -152,6 +154,32 @@ pub fn dense_map(handle: &Handle, shape: &[usize], tile: &[usize], elem: MapElem
         strides[axis] = strides[axis + 1] * shape[axis + 1];
     }
     tensor_map(handle, shape.to_vec(), strides, tile, elem)
+}
+
+/// [`tensor_map`] of a tensor by its own strides, which [`mappable`] has made fit.
+pub fn strided_map(tensor: &CudaTensor, tile: &[usize], elem: MapElem) -> TensorMapBinding {
+    let shape: Vec<usize> = tensor.meta.shape().iter().copied().collect();
+    let mut strides: Vec<usize> = tensor.meta.strides().iter().copied().collect();
+    for (stride, &size) in strides.iter_mut().zip(&shape) {
+        if size == 1 {
+            // never used, but the driver wants a multiple of 16 bytes
+            *stride = 8;
+        }
+    }
+    tensor_map(&tensor.handle, shape, strides, tile, elem)
+}
+
+/// The tensor itself if TMA can read it as it lies (16-bit elements, dense last axis, other strides in multiples of 16
+/// bytes, aligned start), else a dense copy. A view into a fused product passes.
+pub fn mappable(tensor: CudaTensor) -> CudaTensor {
+    let (shape, strides) = (tensor.meta.shape(), tensor.meta.strides());
+    let inner = shape.num_dims() - 1;
+    let fits = (0..inner).all(|axis| shape[axis] == 1 || (strides[axis] > 0 && strides[axis].is_multiple_of(8)));
+    let aligned = tensor.handle.offset_start.unwrap_or(0).is_multiple_of(16);
+    if fits && aligned && (strides[inner] == 1 || shape[inner] == 1) {
+        return tensor;
+    }
+    dense(tensor)
 }
 
 /// The tensor itself if it is dense, row-major and 16-byte aligned, else a dense copy. CubeCL pads the rows of uploads

@@ -18,7 +18,7 @@ pub fn fits(tensor: &CudaTensor) -> bool {
 }
 
 /// wgmma exists on compute capability 9.0 only.
-fn is_hopper(tensor: &CudaTensor) -> bool {
+pub fn is_hopper(tensor: &CudaTensor) -> bool {
     static FOUND: OnceLock<bool> = OnceLock::new();
     *FOUND.get_or_init(|| {
         let capability = compute_capability(tensor.device.index as i32);
