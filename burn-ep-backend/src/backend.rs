@@ -413,4 +413,10 @@ pub trait MoeBackend: Backend {
     fn routed_linear(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> {
         Self::linear(x, weight, bias)
     }
+
+    /// Whether the last two axes are known to be stored swapped. The gradient of such a right operand is computed as the
+    /// transpose of a dense matrix, which is what the tensor behind the view wants.
+    fn is_transposed(_tensor: &FloatTensor<Self>) -> bool {
+        false
+    }
 }

@@ -10,6 +10,7 @@ pub mod expert_mlp;
 pub mod gated_rms_norm;
 pub mod grouped_matmul;
 pub mod linear_cross_entropy;
+pub mod matmul;
 pub mod permute;
 pub mod rms_norm;
 pub mod rope;
@@ -175,5 +176,13 @@ impl<B: MoeBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
     ) -> CrossEntropyPrim<Self> {
         let loss_sum = linear_cross_entropy::linear_cross_entropy::<B, C>(hidden_td, weight_vd, labels_t, desc);
         CrossEntropyPrim { loss_sum, grads: None }
+    }
+
+    fn routed_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
+        matmul::matmul::<B, C>(lhs, rhs)
+    }
+
+    fn routed_linear(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> {
+        matmul::linear::<B, C>(x, weight, bias)
     }
 }

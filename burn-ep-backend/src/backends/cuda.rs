@@ -1,7 +1,7 @@
 //! Ops of the CUDA backend: Hopper kernels where they fit, then portable ones, else the reference on Burn's own kernels.
 
 use burn_backend::TensorMetadata;
-use burn_backend::ops::{FloatTensorOps, IntTensorOps};
+use burn_backend::ops::{FloatTensorOps, IntTensorOps, ModuleOps};
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::{CubeBackend, element::BoolElement, element::FloatElement, element::IntElement};
 use burn_fusion::{Fusion, FusionBackend};
@@ -11,6 +11,7 @@ use crate::backend::*;
 use crate::desc::*;
 use crate::kernels::attention::Mask;
 use crate::kernels::cube::{self, rows::Rows};
+use crate::kernels::dense;
 use crate::kernels::hopper::{self, gemm::Product};
 use crate::kernels::mamba;
 use crate::kernels::raw::CudaTensor;
@@ -303,6 +304,18 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
             return reference::adamw::adamw_step::<Self>(state, grad, grad_scale, desc);
         }
         cube::adamw::adamw_step(state, grad, grad_scale, desc)
+    }
+
+    fn routed_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
+        dense::matmul(lhs, rhs, None).unwrap_or_else(|call| Self::float_matmul(call.lhs, call.rhs))
+    }
+
+    fn routed_linear(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> {
+        dense::linear(x, weight, bias).unwrap_or_else(|call| Self::linear(call.lhs, call.rhs, call.bias))
+    }
+
+    fn is_transposed(tensor: &FloatTensor<Self>) -> bool {
+        dense::is_transposed(tensor)
     }
 }
 

@@ -315,4 +315,8 @@ impl<B: MoeBackend> MoeBackend for EpBackend<B> {
     fn routed_linear(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> {
         B::routed_linear(x, weight, bias)
     }
+
+    fn is_transposed(tensor: &FloatTensor<Self>) -> bool {
+        B::is_transposed(tensor)
+    }
 }

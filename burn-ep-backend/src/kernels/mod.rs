@@ -1,11 +1,13 @@
-//! GPU kernels. `cube/` holds portable kernels in CubeCL, `mamba/` CUDA C++ for compute capability 8.0 and later, `hopper/`
-//! CUDA C++ for 9.0 (sources in `kernels/mamba/` and `kernels/hopper/`), which `raw.rs` launches on CubeCL's own stream and
-//! memory. `backends/cuda.rs` chooses.
+//! GPU kernels. `cube/` holds portable kernels in CubeCL, `cuda/` CUDA C++ for any device, `mamba/` for compute capability 8.0
+//! and later, `hopper/` for 9.0 (sources in `kernels/`), which `raw.rs` launches on CubeCL's own stream and memory; `vendor/`
+//! runs NVIDIA's libraries. `dense/` chooses for dense products, `backends/cuda.rs` for all other ops.
 
 pub mod attention;
 pub mod cube;
+pub mod dense;
 pub mod hopper;
 pub mod mamba;
 #[cfg(test)]
 mod nvrtc;
 pub mod raw;
+pub mod vendor;

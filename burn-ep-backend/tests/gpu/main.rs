@@ -5,6 +5,7 @@
 
 mod adamw;
 mod attention;
+mod dense;
 mod experts;
 mod loss;
 mod mamba;

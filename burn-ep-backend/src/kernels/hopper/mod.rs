@@ -1,6 +1,7 @@
 //! CUDA C++ kernels for Hopper (compute capability 9.0): TMA, mbarriers, wgmma, warp specialisation, persistent grids.
 
 pub mod attention;
+pub mod dense;
 pub mod gemm;
 
 use std::collections::HashMap;
