@@ -29,7 +29,7 @@ OP_TRAITS = [
 ]
 
 # Methods that go through decorator/routing.rs instead of straight to the wrapped backend.
-ROUTED = {"attention", "float_matmul", "linear"}
+ROUTED = {"attention", "embedding", "float_matmul", "linear"}
 
 # Result structs that are generic over the backend: rebuilt from their public fields, in the order of `new`.
 REBUILT = {

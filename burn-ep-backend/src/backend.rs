@@ -419,4 +419,20 @@ pub trait MoeBackend: Backend {
     fn is_transposed(_tensor: &FloatTensor<Self>) -> bool {
         false
     }
+
+    /// Where [`crate::EpBackend`] sends `embedding`: rows of `table [V, D]` for `ids [B, S]`, `[B, S, D]`.
+    fn routed_embedding(table_vd: FloatTensor<Self>, ids_bs: IntTensor<Self>) -> FloatTensor<Self> {
+        Self::embedding(table_vd, ids_bs)
+    }
+
+    /// Gradient `[V, D]` of the table from `grad [B, S, D]`: the sum over the tokens of each id in fp32, rounded once and the
+    /// same in every run.
+    fn embedding_grad(grad_bsd: FloatTensor<Self>, ids_bs: IntTensor<Self>, vocab: usize) -> FloatTensor<Self> {
+        reference::embedding::embedding_grad::<Self>(grad_bsd, ids_bs, vocab)
+    }
+
+    /// `tensor * factor [1]` in the precision of the factor, rounded once to the dtype of the tensor.
+    fn scale_by(tensor: FloatTensor<Self>, factor_1: FloatTensor<Self>) -> FloatTensor<Self> {
+        reference::scale::scale_by::<Self>(tensor, factor_1)
+    }
 }

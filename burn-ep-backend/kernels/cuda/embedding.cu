@@ -50,29 +50,35 @@ extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const Index* ids, in
 #define THREADS 128
 // one block per position in the order and slice of THREADS * VEC columns; blocks that do not start a run leave
 extern "C" __global__ void __launch_bounds__(THREADS) ENTRY(const Elem* grad, const Index* ids, const int* order, Elem* table, const __grid_constant__ Info info) {
+  __shared__ int run[THREADS];
   const u64 slices = (info.width + THREADS * VEC - 1) / (THREADS * VEC);
   const u64 start = blockIdx.x / slices, col = (blockIdx.x % slices) * THREADS * VEC + threadIdx.x * VEC;
   const long long id = at(ids, order[start]);
   if (id < 0 || id >= (long long)info.vocab || (start > 0 && at(ids, order[start - 1]) == id)) return;
-  if (col >= info.width) return;
-  const int lanes = info.width - col < VEC ? (int)(info.width - col) : VEC;
+  const int lanes = col >= info.width ? 0 : info.width - col < VEC ? (int)(info.width - col) : VEC;
   const bool whole = lanes == VEC && info.width % VEC == 0;
   float sum[VEC];
   #pragma unroll
   for (int i = 0; i < VEC; ++i) sum[i] = 0.0f;
-  for (u64 p = start; p < info.tokens; ++p) {
-    const int t = order[p];
-    if (at(ids, t) != id) break;
-    const Elem* row = grad + (u64)t * info.width + col;
+  for (u64 first = start;; first += THREADS) {           // the tokens of the run, THREADS at a time
+    const u64 p = first + threadIdx.x;
+    const int t = p < info.tokens ? order[p] : 0;
+    run[threadIdx.x] = t;
+    const int count = __syncthreads_count(p < info.tokens && at(ids, t) == id);   // sorted: the run is a prefix
     if (whole) {
-      float e[VEC];
-      unpack(*reinterpret_cast<const Pack*>(row), e);
-      #pragma unroll
-      for (int i = 0; i < VEC; ++i) sum[i] += e[i];
+      #pragma unroll 8
+      for (int j = 0; j < count; ++j) {
+        float e[VEC];
+        unpack(*reinterpret_cast<const Pack*>(grad + (u64)run[j] * info.width + col), e);
+        #pragma unroll
+        for (int i = 0; i < VEC; ++i) sum[i] += e[i];
+      }
     } else {
-      #pragma unroll
-      for (int i = 0; i < VEC; ++i) if (i < lanes) sum[i] += to_f32(row[i]);
+      for (int j = 0; j < count; ++j)
+        for (int i = 0; i < VEC; ++i) if (i < lanes) sum[i] += to_f32(grad[(u64)run[j] * info.width + col + i]);
     }
+    if (count < THREADS) break;
+    __syncthreads();
   }
   Elem* out = table + (u64)id * info.width + col;
   if (whole) *reinterpret_cast<Pack*>(out) = pack(sum);

@@ -4,7 +4,6 @@ use burn_autodiff::Autodiff;
 use burn_autodiff::checkpoint::{base::Checkpointer, strategy::CheckpointStrategy};
 use burn_autodiff::grads::Gradients;
 use burn_autodiff::ops::{Backward, Ops, OpsKind};
-use burn_backend::TensorMetadata;
 use burn_backend::tensor::{FloatTensor, IntTensor};
 
 use crate::backend::{CrossEntropyPrim, MoeBackend};
@@ -21,18 +20,10 @@ impl<B: MoeBackend> Backward<B, 2> for LinearCrossEntropyBackward {
         let upstream_1 = grads.consume::<B>(&ops.node);
         for (parent, grad) in ops.parents.into_iter().zip(ops.state) {
             if let (Some(parent), Some(grad)) = (parent, grad) {
-                grads.register::<B>(parent.id, scale::<B>(grad, upstream_1.clone()));
+                grads.register::<B>(parent.id, B::scale_by(grad, upstream_1.clone()));
             }
         }
     }
-}
-
-/// `grad [N, D] * upstream [1]` in the upstream's precision, dtype of the gradient.
-fn scale<B: MoeBackend>(grad: FloatTensor<B>, upstream_1: FloatTensor<B>) -> FloatTensor<B> {
-    let dtype = grad.dtype();
-    let upstream = B::float_reshape(upstream_1, [1, 1].into());
-    let grad = B::float_cast(grad, upstream.dtype().into());
-    B::float_cast(B::float_mul(grad, upstream), dtype.into())
 }
 
 /// Loss of [`MoeBackend::linear_cross_entropy`], tracked; gradients are computed only if an input is.

@@ -5,6 +5,7 @@
 
 pub mod attention;
 pub mod causal_conv1d;
+pub mod embedding;
 pub mod exchange;
 pub mod expert_mlp;
 pub mod gated_rms_norm;
@@ -184,5 +185,9 @@ impl<B: MoeBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
 
     fn routed_linear(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> {
         matmul::linear::<B, C>(x, weight, bias)
+    }
+
+    fn routed_embedding(table_vd: FloatTensor<Self>, ids_bs: IntTensor<Self>) -> FloatTensor<Self> {
+        embedding::embedding::<B, C>(table_vd, ids_bs)
     }
 }

@@ -4,13 +4,13 @@ use burn_backend::TensorMetadata;
 use burn_backend::ops::{FloatTensorOps, IntTensorOps, ModuleOps};
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_cubecl::{CubeBackend, element::BoolElement, element::FloatElement, element::IntElement};
-use burn_fusion::{Fusion, FusionBackend};
 use cubecl::cuda::CudaRuntime;
 
 use crate::backend::*;
 use crate::desc::*;
 use crate::kernels::attention::Mask;
 use crate::kernels::cube::{self, rows::Rows};
+use crate::kernels::cuda as plain;
 use crate::kernels::dense;
 use crate::kernels::hopper::{self, gemm::Product};
 use crate::kernels::mamba;
@@ -317,6 +317,40 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
     fn is_transposed(tensor: &FloatTensor<Self>) -> bool {
         dense::is_transposed(tensor)
     }
+
+    fn linear_cross_entropy(
+        hidden_td: FloatTensor<Self>,
+        weight_vd: FloatTensor<Self>,
+        labels_t: IntTensor<Self>,
+        with_grads: bool,
+        desc: &CrossEntropyDesc,
+    ) -> CrossEntropyPrim<Self> {
+        match plain::cross_entropy::linear_cross_entropy(&hidden_td, &weight_vd, &labels_t, with_grads, desc) {
+            Some(loss) => CrossEntropyPrim {
+                loss_sum: loss.loss_sum,
+                grads: loss.grads,
+            },
+            None => reference::linear_cross_entropy::linear_cross_entropy::<Self>(hidden_td, weight_vd, labels_t, with_grads, desc),
+        }
+    }
+
+    fn routed_embedding(table_vd: FloatTensor<Self>, ids_bs: IntTensor<Self>) -> FloatTensor<Self> {
+        if !plain::embedding::supports(table_vd.dtype, &ids_bs) {
+            return Self::embedding(table_vd, ids_bs);
+        }
+        plain::embedding::gather(table_vd, ids_bs)
+    }
+
+    fn embedding_grad(grad_bsd: FloatTensor<Self>, ids_bs: IntTensor<Self>, vocab: usize) -> FloatTensor<Self> {
+        if !plain::embedding::supports_grad(&grad_bsd, &ids_bs, vocab) {
+            return reference::embedding::embedding_grad::<Self>(grad_bsd, ids_bs, vocab);
+        }
+        plain::embedding::table_grad(grad_bsd, ids_bs, vocab)
+    }
+
+    fn scale_by(tensor: FloatTensor<Self>, factor_1: FloatTensor<Self>) -> FloatTensor<Self> {
+        plain::cross_entropy::scale(tensor, &factor_1).unwrap_or_else(|tensor| reference::scale::scale_by::<Self>(tensor, factor_1))
+    }
 }
 
 /// Whether a kernel does not take a call; says why in the log.
@@ -346,6 +380,3 @@ fn attention_mask<F: FloatElement, I: IntElement, BT: BoolElement>(mask: &Attent
     };
     Mask::new(mask.doc_start_bs.clone().map(i32_of), mask.key_visible_bs.clone())
 }
-
-/// With fusion every op runs its reference, whose element-wise chains the fusion layer merges.
-impl<B: FusionBackend> MoeBackend for Fusion<B> {}

@@ -8,7 +8,10 @@
 //! | attention | `flex/` | `kernels/hopper/attention.rs` in bf16, causal, head size 64 or 128, no documents or padding; else reference |
 //! | RMSNorm, gated RMSNorm, rotary embedding | `flex/` | `kernels/cube/` |
 //! | causal convolution | `flex/` | reference: the kernel in `kernels/cube/` failed on the device and is not routed |
-//! | scan, linear cross entropy | `flex/` | reference |
+//! | scan | `flex/` | reference |
+//! | dense products | Burn | `kernels/dense/`: cuBLASLt or `kernels/hopper/dense.rs` by a table, else Burn |
+//! | linear cross entropy | `flex/` | `kernels/cuda/cross_entropy.rs` around cuBLASLt, else reference |
+//! | embedding and its gradient, scaling | Burn, reference | `kernels/cuda/` |
 //! | AdamW | `flex/` | `kernels/cube/adamw.rs` |
 //! | exchange | reference (host bytes) | reference (host bytes) |
 
@@ -17,3 +20,5 @@ mod cuda;
 #[cfg(feature = "cuda")]
 pub use cuda::Cuda;
 mod flex;
+#[cfg(feature = "cuda")]
+mod fusion;

@@ -22,7 +22,7 @@ const OP_TRAITS: [(&str, &str, usize); 7] = [
 ];
 
 /// Methods that may go through `routing` instead of straight to `B`.
-const ROUTED: [&str; 3] = ["attention", "float_matmul", "linear"];
+const ROUTED: [&str; 4] = ["attention", "embedding", "float_matmul", "linear"];
 
 /// Method name to the names of its arguments.
 type Methods = BTreeMap<String, Vec<String>>;

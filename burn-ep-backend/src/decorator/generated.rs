@@ -289,7 +289,7 @@ impl<B: MoeBackend> BoolTensorOps<Self> for EpBackend<B> {
 }
 
 impl<B: MoeBackend> ModuleOps<Self> for EpBackend<B> {
-    fn embedding(weights: FloatTensor<Self>, indices: IntTensor<Self>) -> FloatTensor<Self> { B::embedding(weights, indices) }
+    fn embedding(weights: FloatTensor<Self>, indices: IntTensor<Self>) -> FloatTensor<Self> { routing::embedding::<B>(weights, indices) }
     fn embedding_backward(weights: FloatTensor<Self>, output_grad: FloatTensor<Self>, indices: IntTensor<Self>) -> FloatTensor<Self> { B::embedding_backward(weights, output_grad, indices) }
     fn linear(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> { routing::linear::<B>(x, weight, bias) }
     fn linear_x_backward(weight: FloatTensor<Self>, output_grad: FloatTensor<Self>) -> FloatTensor<Self> { B::linear_x_backward(weight, output_grad) }

@@ -319,4 +319,16 @@ impl<B: MoeBackend> MoeBackend for EpBackend<B> {
     fn is_transposed(tensor: &FloatTensor<Self>) -> bool {
         B::is_transposed(tensor)
     }
+
+    fn routed_embedding(table_vd: FloatTensor<Self>, ids_bs: IntTensor<Self>) -> FloatTensor<Self> {
+        B::routed_embedding(table_vd, ids_bs)
+    }
+
+    fn embedding_grad(grad_bsd: FloatTensor<Self>, ids_bs: IntTensor<Self>, vocab: usize) -> FloatTensor<Self> {
+        B::embedding_grad(grad_bsd, ids_bs, vocab)
+    }
+
+    fn scale_by(tensor: FloatTensor<Self>, factor_1: FloatTensor<Self>) -> FloatTensor<Self> {
+        B::scale_by(tensor, factor_1)
+    }
 }

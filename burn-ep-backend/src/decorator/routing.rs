@@ -5,12 +5,12 @@
 use core::cell::Cell;
 
 use burn_backend::ops::AttentionModuleOptions;
-use burn_backend::tensor::{BoolTensor, FloatTensor};
+use burn_backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn_backend::{DType, Shape, TensorMetadata};
 
 use crate::{AttentionDesc, AttentionMaskPrim, MoeBackend};
 
-/// What [`EpBackend`](crate::EpBackend) does with the Burn ops that it can reroute: `attention`, `float_matmul`, `linear`.
+/// What [`EpBackend`](crate::EpBackend) does with the Burn ops that it can reroute: `attention`, `embedding`, `float_matmul`, `linear`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Routing {
     /// The op of [`MoeBackend`] where it can express the call, else Burn's.
@@ -48,6 +48,13 @@ pub(super) fn linear<B: MoeBackend>(x: FloatTensor<B>, weight: FloatTensor<B>, b
     match ROUTING.get() {
         Routing::Auto => B::routed_linear(x, weight, bias),
         Routing::BurnOnly => B::linear(x, weight, bias),
+    }
+}
+
+pub(super) fn embedding<B: MoeBackend>(weights: FloatTensor<B>, indices: IntTensor<B>) -> FloatTensor<B> {
+    match ROUTING.get() {
+        Routing::Auto => B::routed_embedding(weights, indices),
+        Routing::BurnOnly => B::embedding(weights, indices),
     }
 }
 

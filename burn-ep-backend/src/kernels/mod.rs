@@ -4,6 +4,7 @@
 
 pub mod attention;
 pub mod cube;
+pub mod cuda;
 pub mod dense;
 pub mod hopper;
 pub mod mamba;

@@ -3,6 +3,7 @@
 pub mod adamw;
 pub mod attention;
 pub mod causal_conv1d;
+pub mod embedding;
 pub mod exchange;
 pub mod expert_mlp;
 pub mod gated_rms_norm;
@@ -13,4 +14,5 @@ pub(crate) mod prim;
 pub mod rms_norm;
 pub mod rope;
 pub mod route;
+pub mod scale;
 pub mod ssd_scan;

@@ -6,6 +6,7 @@
 mod adamw;
 mod attention;
 mod dense;
+mod embedding;
 mod experts;
 mod loss;
 mod mamba;
