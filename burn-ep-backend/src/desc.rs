@@ -14,6 +14,16 @@ pub enum RouterScore {
     Sigmoid,
 }
 
+/// What a group of experts is ranked by when only some groups are kept.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum GroupScore {
+    /// Its best score (DeepSeek-V2).
+    Best,
+    /// The sum of its two best scores (DeepSeek-V3).
+    TwoBest,
+}
+
 /// Settings of [`crate::ops::route`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct RouterDesc {
@@ -26,8 +36,9 @@ pub struct RouterDesc {
     pub scale: f32,
     /// Expert groups (`n_group`); 1 switches group limiting off.
     pub groups: usize,
-    /// Groups kept (`topk_group`), by the sum of their two best biased scores.
+    /// Groups kept (`topk_group`), by their biased scores.
     pub top_groups: usize,
+    pub group_score: GroupScore,
     /// Ignore the logits for the choice: slot j of token t takes expert `(t*K + j) mod E`, weights from the scores.
     pub force_balanced: bool,
 }
@@ -43,6 +54,7 @@ impl RouterDesc {
             scale: 1.0,
             groups: 1,
             top_groups: 1,
+            group_score: GroupScore::TwoBest,
             force_balanced: false,
         }
     }

@@ -98,6 +98,8 @@ pub enum LayerCache<B: MoeBackend> {
     Empty,
     /// Keys and values so far, `[B, S, Hkv, D]`.
     Attention { k: Tensor<B, 4>, v: Tensor<B, 4> },
+    /// Normed latent vectors `[B, S, L]` and rotated shared keys `[B, S, 1, R]` so far, from which keys and values follow.
+    Latent { c: Tensor<B, 3>, k_rot: Tensor<B, 4> },
     /// Last convolution inputs `[B, Kw - 1, C]` and scan state `[B, H, P, N]`.
     Mamba { conv: Tensor<B, 3>, state: Tensor<B, 4> },
 }

@@ -9,6 +9,7 @@ use burn_moe::batch::HostBatch;
 use burn_moe::layers::ParamBuilder;
 use burn_moe::model::{AuxLossSettings, BlockOutput, CausalLm, Head, LayerCache, ModelInput};
 
+use crate::deepseek_v3::DeepseekV3;
 use crate::family::Capabilities;
 use crate::nemotron_h::NemotronH;
 use crate::qwen3_moe::Qwen3Moe;
@@ -103,6 +104,7 @@ macro_rules! families {
 families! {
     NemotronH(NemotronH),
     Qwen3Moe(Qwen3Moe),
+    DeepseekV3(DeepseekV3),
 }
 
 /// How to build a model without a checkpoint.
@@ -190,6 +192,11 @@ mod tests {
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_experts": 5, "num_experts_per_tok": 2,
         "moe_intermediate_size": 7, "intermediate_size": 9, "mlp_only_layers": [1]"#;
 
+    const DEEPSEEK: &str = r#"{"model_type": "deepseek_v3", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+        "first_k_dense_replace": 1, "num_attention_heads": 3, "q_lora_rank": 7, "kv_lora_rank": 6, "qk_nope_head_dim": 4,
+        "qk_rope_head_dim": 2, "v_head_dim": 5, "n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
+        "moe_intermediate_size": 7, "intermediate_size": 9, "n_shared_experts": 2"#;
+
     #[test]
     fn counts_from_the_config_are_those_of_the_module() {
         for text in [
@@ -197,6 +204,11 @@ mod tests {
             format!(r#"{NEMOTRON}, "moe_latent_size": 4, "mlp_bias": true, "use_bias": true, "use_conv_bias": false}}"#),
             format!("{QWEN}}}"),
             format!(r#"{QWEN}, "attention_bias": true, "tie_word_embeddings": true}}"#),
+            format!("{DEEPSEEK}}}"),
+            format!(r#"{DEEPSEEK}, "attention_bias": true, "tie_word_embeddings": true}}"#),
+            format!(r#"{DEEPSEEK}, "attention_bias": true, "mlp_bias": true}}"#)
+                .replace("deepseek_v3", "deepseek_v2")
+                .replace(r#""q_lora_rank": 7"#, r#""q_lora_rank": null"#),
         ] {
             let (config, shapes) = shapes(&text);
             let real: usize = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
@@ -259,11 +271,28 @@ mod tests {
         ] {
             assert_eq!(shape(name), Some(expected), "{name}");
         }
+        let (_, found) = shapes(&format!("{DEEPSEEK}}}"));
+        let shape = |name: &str| found.iter().find(|(n, _)| n == name).map(|(_, s)| s.as_slice());
+        for (name, expected) in [
+            ("layers.0.self_attn.q_a_proj.weight", &[7, 12][..]),
+            ("layers.0.self_attn.q_a_layernorm.weight", &[7]),
+            ("layers.0.self_attn.q_b_proj.weight", &[18, 7]),
+            ("layers.0.self_attn.kv_a_proj_with_mqa.weight", &[8, 12]),
+            ("layers.0.self_attn.kv_a_layernorm.weight", &[6]),
+            ("layers.0.self_attn.kv_b_proj.weight", &[27, 6]),
+            ("layers.0.self_attn.o_proj.weight", &[12, 15]),
+            ("layers.0.mlp.gate_proj.weight", &[9, 12]),
+            ("layers.1.mlp.gate.e_score_correction_bias", &[5]),
+            ("layers.1.mlp.experts.gate_up_proj", &[5, 14, 12]),
+            ("layers.1.mlp.shared_experts.down_proj.weight", &[12, 14]),
+        ] {
+            assert_eq!(shape(name), Some(expected), "{name}");
+        }
     }
 
     #[test]
     fn weight_tables_are_well_formed() {
-        for text in [NEMOTRON, QWEN] {
+        for text in [NEMOTRON, QWEN, DEEPSEEK] {
             let config = AutoConfig::from_text(format!("{text}}}")).unwrap();
             config.weight_map().validate().unwrap();
         }

@@ -67,6 +67,8 @@ pub enum ExportLayout {
     PerExpert,
     /// The matrices of all experts in one tensor.
     Stacked,
+    /// Packed weights with their scales, in the format of `quantized_load`; written with `SaveOptions::quantised`.
+    Quantised,
 }
 
 impl Default for Capabilities {

@@ -245,6 +245,11 @@ impl CommonConfig {
                 "no quantisation: use the bf16 release of the checkpoint",
             ));
         }
+        Self::parse_quantised(fields)
+    }
+
+    /// Reads the shared fields; the family checks `quantization_config`.
+    pub(crate) fn parse_quantised(fields: &Fields<'_>) -> Result<Self> {
         let single = |name: &str| -> Result<Option<i32>> {
             match fields.token_ids(name)?.as_slice() {
                 [] => Ok(None),

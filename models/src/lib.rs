@@ -1,4 +1,4 @@
-//! Model families for `burn-moe`: Nemotron-H (Nemotron 3) and Qwen3-MoE.
+//! Model families for `burn-moe`: Nemotron-H (Nemotron 3), Qwen3-MoE and DeepSeek (V2, V3, Kimi K2, Moonlight).
 //!
 //! [`AutoModelForCausalLm::from_pretrained`] reads a Hugging Face folder of any known family. Each family is a folder of the
 //! same files (see `README.md`): `config.rs` reads `config.json`, `model.rs` computes, `weights.rs` names the tensors in
@@ -6,6 +6,7 @@
 
 mod auto;
 mod counts;
+pub mod deepseek_v3;
 mod family;
 pub mod finetune;
 mod json;
@@ -14,6 +15,7 @@ mod pretrained;
 pub mod qwen3_moe;
 mod registry;
 mod rope;
+mod router;
 
 pub use auto::{AutoModelForCausalLm, FromConfigOptions};
 pub use counts::ParamCount;

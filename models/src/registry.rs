@@ -7,6 +7,7 @@ use burn_moe::{Error, Result};
 use serde_json::{Map, Value};
 
 use crate::counts::ParamCount;
+use crate::deepseek_v3::DeepseekV3Config;
 use crate::family::{Capabilities, FamilyConfig};
 use crate::json::{CommonConfig, Fields};
 use crate::nemotron_h::NemotronHConfig;
@@ -54,6 +55,7 @@ macro_rules! families {
 families! {
     NemotronH(NemotronHConfig),
     Qwen3Moe(Qwen3MoeConfig),
+    DeepseekV3(DeepseekV3Config),
 }
 
 impl AutoConfig {
@@ -288,6 +290,13 @@ mod tests {
                 "moe_intermediate_size": 7, "intermediate_size": 9, "mlp_only_layers": [1], "decoder_sparse_step": 1,
                 "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 4}, "rope_theta": 10000.0,
                 "use_sliding_window": true, "sliding_window": 5, "pad_token_id": 3, "rms_norm_eps": 1e-6}"#,
+            r#"{"model_type": "deepseek_v3", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+                "first_k_dense_replace": 1, "moe_layer_freq": 1, "num_attention_heads": 3, "num_key_value_heads": 3,
+                "q_lora_rank": 7, "kv_lora_rank": 6, "qk_nope_head_dim": 4, "qk_rope_head_dim": 4, "v_head_dim": 5,
+                "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "n_shared_experts": 2,
+                "moe_intermediate_size": 7, "intermediate_size": 9, "rope_scaling": {"type": "yarn", "factor": 4.0,
+                "mscale_all_dim": 1.0}, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
+                "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}"#,
         ];
         #[rustfmt::skip]
         let strange = [
@@ -301,8 +310,8 @@ mod tests {
 
         let mut rng = StdRng::seed_from_u64(0);
         let (mut refused, mut accepted) = (0, 0);
-        for round in 0..6000 {
-            let original = ConfigJson::parse("config.json", texts[round % 2].into()).unwrap();
+        for round in 0..9000 {
+            let original = ConfigJson::parse("config.json", texts[round % texts.len()].into()).unwrap();
             let mut fields = original.fields().clone();
             for _ in 0..rng.random_range(1..4) {
                 let key = fields.keys().nth(rng.random_range(0..fields.len())).unwrap().clone();

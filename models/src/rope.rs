@@ -21,12 +21,7 @@ pub fn parse_rope(config: &Map<String, Value>, head_dim: usize, max_positions: u
         ));
     }
     let empty = Map::new();
-    let (prefix, map) = match (top.object(&["rope_scaling"])?, top.object(&["rope_parameters"])?) {
-        (Some(map), _) => ("rope_scaling.", map),
-        (None, Some(map)) => ("rope_parameters.", map),
-        (None, None) => ("", &empty),
-    };
-    let inner = Fields::inner(map, prefix);
+    let inner = scaling(&top, &empty)?;
     let top_theta = top.positive(&["rope_theta"], default_theta)?;
     let theta = inner.positive(&["rope_theta"], top_theta)?;
     let kind_name = match inner.text(&["rope_type"])? {
@@ -85,6 +80,36 @@ pub fn parse_rope(config: &Map<String, Value>, head_dim: usize, max_positions: u
         dim: head_dim,
         theta,
         kind,
+    })
+}
+
+/// Factor on the scale of the scores in DeepSeek's attention, beside the factor on cos and sin: `m^2` with
+/// `m = 0.1 mscale_all_dim ln(factor) + 1` for a scaled kind whose `mscale_all_dim` is not 0; otherwise 1.
+pub fn score_factor(config: &Map<String, Value>, rope: &RopeConfig) -> Result<f64> {
+    let empty = Map::new();
+    let inner = scaling(&Fields::new(config), &empty)?;
+    let mscale = inner.finite(&["mscale_all_dim"], 0.0)?;
+    if mscale == 0.0 {
+        return Ok(1.0);
+    }
+    let factor = match rope.kind {
+        RopeKind::Default => return Ok(1.0),
+        RopeKind::LongRope { .. } => required(&inner, "factor")?,
+        RopeKind::Linear { factor }
+        | RopeKind::Dynamic { factor, .. }
+        | RopeKind::Yarn { factor, .. }
+        | RopeKind::Llama3 { factor, .. } => factor,
+    };
+    let m = if factor <= 1.0 { 1.0 } else { 0.1 * mscale * factor.ln() + 1.0 };
+    Ok(m * m)
+}
+
+/// The dict of the scaled kinds, empty when there is none.
+fn scaling<'a>(top: &Fields<'a>, empty: &'a Map<String, Value>) -> Result<Fields<'a>> {
+    Ok(match (top.object(&["rope_scaling"])?, top.object(&["rope_parameters"])?) {
+        (Some(map), _) => Fields::inner(map, "rope_scaling."),
+        (None, Some(map)) => Fields::inner(map, "rope_parameters."),
+        (None, None) => Fields::new(empty),
     })
 }
 
@@ -238,6 +263,25 @@ mod tests {
         assert_eq!((original_positions, beta_fast), (9.0, 32.0));
         let g = |m: f64| 0.1 * m * 2f64.ln() + 1.0;
         assert!((attention_factor - g(2.0) / g(1.0)).abs() < 1e-12);
+    }
+
+    /// The published value of DeepSeek-V3, and when nothing changes.
+    #[test]
+    fn score_factors() {
+        let factor = |text: &str| score_factor(&map(text), &parse(text).unwrap()).unwrap();
+        let v3 = r#"{"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0, "mscale_all_dim": 1.0}}"#;
+        assert!((factor(v3).sqrt() - 1.3688879).abs() < 1e-7);
+        assert_eq!(parse(v3).unwrap().attention_factor(), 1.0);
+        for text in [
+            r#"{"rope_scaling": {"type": "yarn", "factor": 40, "mscale": 1.0}}"#,
+            r#"{"rope_scaling": {"type": "yarn", "factor": 1.0, "mscale_all_dim": 1.0}}"#,
+            r#"{"rope_parameters": {"rope_type": "default", "mscale_all_dim": 1.0}}"#,
+            r#"{"rope_parameters": null}"#,
+        ] {
+            assert_eq!(factor(text), 1.0, "{text}");
+        }
+        let linear = factor(r#"{"rope_parameters": {"rope_type": "linear", "factor": 4.0, "mscale_all_dim": 0.5}}"#);
+        assert!((linear - (0.05 * 4f64.ln() + 1.0).powi(2)).abs() < 1e-12);
     }
 
     #[test]

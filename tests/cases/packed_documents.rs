@@ -48,6 +48,7 @@ fn the_second_document_does_not_notice_the_first() {
         tiny::NEMOTRON_H.replace("ME*-MEM*", "*E-*"),
         tiny::NEMOTRON_H.to_string(),
         tiny::QWEN3_MOE.to_string(),
+        tiny::DEEPSEEK_V3.to_string(),
     ] {
         let config = AutoConfig::from_text(text.clone()).unwrap();
         let (logits, grads) = packed(&config, A[4]);

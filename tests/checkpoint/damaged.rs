@@ -183,7 +183,14 @@ fn damaged_family_configs_are_errors() {
         "1e300",
         "NaN",
     ];
-    for case in ["nemotron_h/base", "nemotron_h/latent", "qwen3_moe/base", "qwen3_moe/rope_yarn"] {
+    for case in [
+        "nemotron_h/base",
+        "nemotron_h/latent",
+        "qwen3_moe/base",
+        "qwen3_moe/rope_yarn",
+        "deepseek_v3/yarn",
+        "deepseek_v2/base",
+    ] {
         let fixture = fixture::root().join(case);
         let text = std::fs::read_to_string(fixture.join("config.json")).unwrap();
         let dir = tempfile::tempdir().unwrap();

@@ -18,7 +18,10 @@ fn folders() -> Vec<PathBuf> {
             .into_iter()
             .map(move |case| fixture::root().join(family).join(case))
     };
-    family("nemotron_h").chain(family("qwen3_moe")).collect()
+    ["nemotron_h", "qwen3_moe", "deepseek_v3", "deepseek_v2"]
+        .into_iter()
+        .flat_map(family)
+        .collect()
 }
 
 /// Loads and saves on this rank.
@@ -27,6 +30,7 @@ fn pass(from: &Path, to: &Path, options: &FromPretrainedOptions, max_shard_bytes
         .unwrap_or_else(|e| panic!("{}: {e}", from.display()));
     let save = SaveOptions {
         like: Some(&loaded.source),
+        quantised: loaded.source.config().get("quantization_config").is_some(),
         max_shard_bytes,
         ep: options.ep.as_ref(),
         ..SaveOptions::default()
@@ -73,11 +77,12 @@ fn every_fixture_comes_back_tensor_by_tensor() {
 /// The folder does not tell how many ranks wrote it.
 #[test]
 fn any_number_of_ranks_writes_the_same_folder() {
-    // Six experts each.
-    for case in ["nemotron_h/latent", "qwen3_moe/base"] {
+    for case in ["nemotron_h/latent", "qwen3_moe/base", "deepseek_v3/base"] {
         let dir = fixture::root().join(case);
         let mut written = Vec::new();
-        for size in [1, 2, 3] {
+        // Six experts each, or eight.
+        let sizes = if case.starts_with("deepseek") { [1, 2, 4] } else { [1, 2, 3] };
+        for size in sizes {
             let out = tempfile::tempdir().unwrap();
             std::thread::scope(|scope| {
                 for comm in LocalCommunicator::group(size) {

@@ -2,6 +2,7 @@
 
 mod damaged;
 mod families;
+mod fp8;
 mod hub;
 mod roundtrip;
 mod sharded;

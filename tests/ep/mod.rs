@@ -20,7 +20,7 @@ use burn_moe::optim::AdamWConfig;
 use burn_moe::train::{Decay, Schedule, Trainer, TrainerConfig};
 use burn_moe_models::{AutoConfig, AutoModelForCausalLm, FromConfigOptions};
 
-/// Routed experts of both models below.
+/// Routed experts of every model below.
 const EXPERTS: usize = 8;
 /// Rows and tokens per row of the global batch.
 const ROWS: usize = 4;
@@ -51,6 +51,15 @@ const QWEN: &str = r#"{
     "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 12, "norm_topk_prob": true,
     "decoder_sparse_step": 1, "mlp_only_layers": [], "output_router_logits": true, "router_aux_loss_coef": 0.05,
     "rms_norm_eps": 1e-6, "rope_theta": 10000.0, "tie_word_embeddings": false, "initializer_range": 0.15
+}"#;
+
+/// Compressed attention, a dense layer, groups of experts, two shared experts, correction bias.
+const DEEPSEEK: &str = r#"{
+    "model_type": "deepseek_v3", "architectures": ["DeepseekV3ForCausalLM"], "dtype": "float32",
+    "num_hidden_layers": 3, "first_k_dense_replace": 1, "vocab_size": 64, "hidden_size": 16, "intermediate_size": 20,
+    "num_attention_heads": 2, "q_lora_rank": 12, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
+    "moe_intermediate_size": 12, "initializer_range": 0.15
 }"#;
 
 /// Runs `f` on `world` ranks at once; results in rank order. A rank that fails ends the others within seconds.

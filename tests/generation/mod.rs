@@ -15,7 +15,7 @@ use crate::ep::on_ranks;
 const IDS: [i32; 11] = [7, 3, 9, 1, 4, 5, 2, 8, 6, 11, 10];
 
 fn models() -> Vec<AutoModelForCausalLm<Infer>> {
-    [tiny::NEMOTRON_H, tiny::QWEN3_MOE]
+    [tiny::NEMOTRON_H, tiny::QWEN3_MOE, tiny::DEEPSEEK_V3]
         .map(|text| tiny::model(&AutoConfig::from_text(text).unwrap()).valid())
         .into()
 }
@@ -89,7 +89,7 @@ fn the_seed_decides_the_sample() {
 /// Every rank holds its experts only and generates the same text as one rank alone.
 #[test]
 fn expert_parallel_ranks_generate_the_same_text() {
-    for text in [tiny::NEMOTRON_H, tiny::QWEN3_MOE] {
+    for text in [tiny::NEMOTRON_H, tiny::QWEN3_MOE, tiny::DEEPSEEK_V3] {
         let config = AutoConfig::from_text(text).unwrap();
         let run = |ep: Option<EpGroup>| {
             let device = Device::default();

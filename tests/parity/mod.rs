@@ -1,5 +1,6 @@
 //! Same numbers as transformers 5.17.0, for every folder of `tests/fixtures`.
 
+mod deepseek;
 mod harness;
 mod nemotron_h;
 mod qwen3_moe;

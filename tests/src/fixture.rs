@@ -184,7 +184,7 @@ mod tests {
 
     #[test]
     fn every_fixture_is_readable_and_consistent() {
-        for family in ["nemotron_h", "qwen3_moe"] {
+        for family in ["nemotron_h", "qwen3_moe", "deepseek_v3", "deepseek_v2"] {
             for case in cases(family) {
                 let fixture = Fixture::open(family, &case);
                 assert_eq!(

@@ -23,6 +23,14 @@ pub const QWEN3_MOE: &str = r#"{"model_type": "qwen3_moe", "vocab_size": 40, "hi
     "use_sliding_window": true, "sliding_window": 5, "rope_scaling": {"rope_type": "linear", "factor": 2.0},
     "initializer_range": 0.3}"#;
 
+/// Compressed queries, scaled positions, a dense layer, groups of experts, shared experts.
+pub const DEEPSEEK_V3: &str = r#"{"model_type": "deepseek_v3", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+    "first_k_dense_replace": 1, "num_attention_heads": 3, "q_lora_rank": 7, "kv_lora_rank": 6, "qk_nope_head_dim": 4,
+    "qk_rope_head_dim": 4, "v_head_dim": 5, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1,
+    "moe_intermediate_size": 7, "intermediate_size": 9, "n_shared_experts": 2, "initializer_range": 0.3,
+    "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
+    "original_max_position_embeddings": 16}}"#;
+
 /// A model with the initial values of seed 1.
 pub fn model(config: &AutoConfig) -> AutoModelForCausalLm<Train> {
     let options = FromConfigOptions {

@@ -8,7 +8,7 @@ use super::expert_activation::sigmoid;
 use super::numeric::{Real, dense, dims, float_tensor, int_tensor, wide, with_real};
 use super::slice::ints;
 use crate::backend::RoutePrim;
-use crate::desc::{RouterDesc, RouterScore};
+use crate::desc::{GroupScore, RouterDesc, RouterScore};
 
 /// Tokens per task at least.
 const MIN_TOKENS: usize = 16;
@@ -114,7 +114,13 @@ impl<A: Real> Scratch<A> {
         if desc.groups == 1 {
             top_k(0..desc.num_experts, |e| choice[e], desc.top_k, &mut self.best);
         } else {
-            let score = |group: usize| best_two(&choice[group * size..(group + 1) * size]);
+            let score = |group: usize| {
+                let members = &choice[group * size..(group + 1) * size];
+                match desc.group_score {
+                    GroupScore::Best => members.iter().copied().fold(A::neg_infinity(), A::max),
+                    GroupScore::TwoBest => best_two(members),
+                }
+            };
             top_k(0..desc.groups, score, desc.top_groups, &mut self.best);
             self.groups.clear();
             self.groups.extend(self.best.iter().map(|&(_, group)| group));

@@ -90,7 +90,7 @@ mod tests {
 
     use super::*;
     use crate::testing::*;
-    use crate::{RouterScore, reference};
+    use crate::{GroupScore, RouterScore, reference};
 
     fn all_descs(num_experts: usize, top_k: usize) -> Vec<RouterDesc> {
         let mut descs = Vec::new();
@@ -121,7 +121,11 @@ mod tests {
         let of_group = |g: usize| {
             let mut members = choice[g * size..(g + 1) * size].to_vec();
             members.sort_by(|a, b| b.total_cmp(a));
-            members.iter().take(2).sum::<f64>()
+            let counted = match desc.group_score {
+                GroupScore::Best => 1,
+                GroupScore::TwoBest => 2,
+            };
+            members.iter().take(counted).sum::<f64>()
         };
         groups.sort_by(|&a, &b| of_group(b).total_cmp(&of_group(a)));
         let mut experts: Vec<usize> = (0..logits.len())
@@ -175,14 +179,33 @@ mod tests {
     }
 
     #[test]
-    fn groups_keep_the_best_by_two_best_scores() {
+    fn groups_are_kept_by_their_best_or_two_best_scores() {
         for (groups, top_groups, top_k) in [(4, 2, 3), (3, 1, 4), (6, 3, 2), (12, 5, 5), (1, 1, 2)] {
             for mut desc in all_descs(12, top_k) {
                 (desc.groups, desc.top_groups) = (groups, top_groups);
-                check_against_naive(29, &desc, None);
-                check_against_naive(29, &desc, Some(values(5, 12)));
+                for group_score in [GroupScore::TwoBest, GroupScore::Best] {
+                    desc.group_score = group_score;
+                    check_against_naive(29, &desc, None);
+                    check_against_naive(29, &desc, Some(values(5, 12)));
+                }
             }
         }
+    }
+
+    /// One strong expert beside a weak one against two of medium strength.
+    #[test]
+    fn the_two_group_scores_differ() {
+        let logits_te = tensor::<Flex, 2>(&[3.0, -9.0, 2.0, 2.0], [1, 4], DType::F32);
+        let ids = |group_score| {
+            let desc = RouterDesc {
+                score: RouterScore::Sigmoid,
+                groups: 2,
+                group_score,
+                ..RouterDesc::softmax(4, 1, false)
+            };
+            i64s(route(logits_te.clone(), None, None, &desc).unwrap().ids_tk)
+        };
+        assert_eq!((ids(GroupScore::Best), ids(GroupScore::TwoBest)), (vec![0], vec![2]));
     }
 
     #[test]

@@ -7,7 +7,7 @@ use burn_tensor::{IndexingUpdateOp, Int, Tensor, TensorMetadata};
 
 use super::prim::{primitive, tensor, widen};
 use crate::backend::RoutePrim;
-use crate::desc::{RouterDesc, RouterScore};
+use crate::desc::{GroupScore, RouterDesc, RouterScore};
 
 /// Keeps the sum of sigmoid scores away from zero (DeepSeek-V3).
 const SIGMOID_EPS: f64 = 1e-20;
@@ -130,16 +130,16 @@ fn choose<B: Backend>(logits_te: Tensor<B, 2>, bias_e: Option<Tensor<B, 1>>, des
     }
     let size = e / desc.groups;
     let by_group_tgs = choice_te.clone().reshape([t, desc.groups, size]);
-    let two_best_tg = {
+    let score_tg = {
         let first_tg1 = by_group_tgs.clone().max_dim(2);
-        if size == 1 {
+        if size == 1 || desc.group_score == GroupScore::Best {
             first_tg1.reshape([t, desc.groups])
         } else {
             let at_tg = top_k(by_group_tgs.clone().reshape([t * desc.groups, size]), 2).reshape([t, desc.groups, 2]);
             by_group_tgs.gather(2, at_tg).sum_dim(2).reshape([t, desc.groups])
         }
     };
-    let kept_tg = top_k(two_best_tg, desc.top_groups);
+    let kept_tg = top_k(score_tg, desc.top_groups);
     let ones = Tensor::<B, 2>::ones([t, desc.top_groups], &choice_te.device());
     let keep_tg = Tensor::<B, 2>::zeros([t, desc.groups], &choice_te.device()).scatter(1, kept_tg, ones, IndexingUpdateOp::Add);
     let drop_te = keep_tg

@@ -3,7 +3,7 @@
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{Distribution, FloatDType, Int, Tensor, TensorData, backend::Backend};
 use burn_ep_backend::ops::{ExpertOrder, permute, route, sort_by_expert, unpermute};
-use burn_ep_backend::{MoeBackend, RouterDesc, RouterScore};
+use burn_ep_backend::{GroupScore, MoeBackend, RouterDesc, RouterScore};
 
 use crate::support::{Cpu, Gpu, compare, host, poison, random, relative};
 
@@ -169,6 +169,7 @@ fn route_matches_the_reference() {
                     scale: 2.5,
                     groups,
                     top_groups,
+                    group_score: if renormalize { GroupScore::TwoBest } else { GroupScore::Best },
                     force_balanced,
                     ..RouterDesc::softmax(e, k, renormalize)
                 };

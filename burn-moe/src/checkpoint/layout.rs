@@ -52,6 +52,8 @@ pub(crate) struct OutPlan {
     pub by_name: HashMap<String, usize>,
     /// Names copied from the source unchanged.
     pub carried: Vec<String>,
+    /// Names of weights and scales in the source, which becomes one plain tensor under the first name.
+    pub decoded: Vec<([String; 2], QuantFormat)>,
     /// Whether any parameter is written in a quantised format.
     pub quantised: bool,
     pub files: Vec<OutFile>,
@@ -93,6 +95,7 @@ pub(crate) fn plan_output(
         tensors: Vec::new(),
         by_name: HashMap::new(),
         carried: Vec::new(),
+        decoded: Vec::new(),
         quantised: false,
         files: Vec::new(),
         num_params: 0,
@@ -120,17 +123,43 @@ pub(crate) fn plan_output(
         }
         out.params.insert(spec.path.clone(), ParamOut { share, copies });
     }
-    for name in like.map_or(&[][..], CheckpointSource::names) {
-        if !out.by_name.contains_key(name)
-            && !replaced.contains(name)
-            && let Some(info) = like.and_then(|source| source.info(name))
-        {
-            push(&mut out, name.clone(), info.dtype, info.shape.to_vec())?;
-            out.carried.push(name.clone());
-        }
+    if let Some(source) = like {
+        carry(&mut out, source, map, quantised, &replaced)?;
     }
     assign_files(&mut out, max_file_bytes);
     Ok(out)
+}
+
+/// Tensors of the source that no parameter accounts for.
+fn carry(out: &mut OutPlan, source: &CheckpointSource, map: &WeightMap, quantised: bool, replaced: &HashSet<String>) -> Result<()> {
+    let left: Vec<&String> = source
+        .names()
+        .iter()
+        .filter(|name| !out.by_name.contains_key(*name) && !replaced.contains(*name))
+        .collect();
+    for name in left {
+        let Some(info) = source.info(name) else { continue };
+        // A plain file says nothing about quantisation, so nothing in it may be quantised.
+        let pair = map.carried_pair(name).filter(|_| !quantised);
+        let stored = pair.and_then(|(names, format)| Some((source.info(&names[0])?, source.info(&names[1])?, names, format)));
+        match stored {
+            Some((_, _, names, _)) if names[1] == *name => {}
+            Some((weights, scales, names, format)) => {
+                let unfit = |what: String| Error::Mismatch(format!("{name}: cannot be written without quantisation: {what}"));
+                format
+                    .check_types(weights.dtype, scales.dtype)
+                    .map_err(|(part, expected)| unfit(format!("{} should have {expected}", names[part])))?;
+                let shape = format.shape(weights.shape, scales.shape).map_err(unfit)?;
+                push(out, name.clone(), format.plain_type(), shape)?;
+                out.decoded.push((names, format));
+            }
+            None => {
+                push(out, name.clone(), info.dtype, info.shape.to_vec())?;
+                out.carried.push(name.clone());
+            }
+        }
+    }
+    Ok(())
 }
 
 /// The layout that a parameter is written in.

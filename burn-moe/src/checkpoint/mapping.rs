@@ -167,6 +167,8 @@ pub struct WeightMap {
     bases: Vec<String>,
     rules: Vec<Rule>,
     carried: Vec<Pattern>,
+    carried_from: Vec<(Pattern, String, u64)>,
+    carried_pairs: Vec<(Pattern, Pattern, QuantFormat)>,
     keep_fp32: Vec<Pattern>,
     tie: Option<(String, String)>,
     quantization_config: Option<Value>,
@@ -179,6 +181,8 @@ impl WeightMap {
             bases: bases.into_iter().map(str::to_string).collect(),
             rules: Vec::new(),
             carried: Vec::new(),
+            carried_from: Vec::new(),
+            carried_pairs: Vec::new(),
             keep_fp32: Vec::new(),
             tie: None,
             quantization_config: None,
@@ -194,6 +198,21 @@ impl WeightMap {
     /// Source names that the model does not use by design (`mtp.{path}`): not reported as unused, written back on saving.
     pub fn carry(mut self, source: &str) -> Self {
         self.carried.push(Pattern::new(source));
+        self
+    }
+
+    /// As [`WeightMap::carry`], but only names in which the number `placeholder` stands for is at least `first`:
+    /// `carry_from("model.layers.{layer}.{path}", "layer", 61)` for the prediction layers behind a model of 61 layers.
+    pub fn carry_from(mut self, source: &str, placeholder: &str, first: usize) -> Self {
+        self.carried_from
+            .push((Pattern::new(source), placeholder.to_string(), first as u64));
+        self
+    }
+
+    /// Carried tensors with these names are the weights and scales of quantised matrices (`{path}.weight` and
+    /// `{path}.weight_scale_inv`): a plain save decodes them as it does the parameters.
+    pub fn carry_quantised(mut self, weights: &str, scales: &str, format: QuantFormat) -> Self {
+        self.carried_pairs.push((Pattern::new(weights), Pattern::new(scales), format));
         self
     }
 
@@ -247,7 +266,22 @@ impl WeightMap {
 
     /// Whether a source name is carried through by design.
     pub fn is_carried(&self, source: &str) -> bool {
-        self.carried.iter().any(|p| p.is_match(source))
+        let far_enough = |(pattern, placeholder, first): &(Pattern, String, u64)| {
+            let captures = pattern.captures(source).unwrap_or_default();
+            captures
+                .iter()
+                .any(|(key, value)| key == placeholder && value.parse::<u64>().is_ok_and(|n| n >= *first))
+        };
+        self.carried.iter().any(|p| p.is_match(source)) || self.carried_from.iter().any(far_enough)
+    }
+
+    /// Names of the weights and scales that a carried name belongs to, and their format.
+    pub(crate) fn carried_pair(&self, source: &str) -> Option<([String; 2], QuantFormat)> {
+        self.carried_pairs.iter().find_map(|(weights, scales, format)| {
+            let captures = scales.captures(source).or_else(|| weights.captures(source))?;
+            let names = [weights, scales].map(|pattern| pattern.fill(&captures, "", None));
+            Some((names, *format))
+        })
     }
 
     /// Whether a module path stays fp32.
@@ -271,7 +305,9 @@ impl WeightMap {
                 );
             }
         }
-        for pattern in self.carried.iter().chain(&self.keep_fp32) {
+        let from = self.carried_from.iter().map(|(pattern, ..)| pattern);
+        let pairs = self.carried_pairs.iter().flat_map(|(weights, scales, _)| [weights, scales]);
+        for pattern in self.carried.iter().chain(from).chain(pairs).chain(&self.keep_fp32) {
             if let Some(lacks) = pattern.problem() {
                 return bad("weight map pattern".into(), pattern.as_str(), lacks.into());
             }
@@ -307,6 +343,15 @@ mod tests {
         assert_eq!(map.find("layers.3.mixer.experts.down_proj").unwrap().0, 1);
         assert!(map.is_carried("mtp.layers.0.weight") && !map.is_carried("backbone.mtp"));
         assert!(map.is_kept_fp32("layers.0.mixer.A_log") && !map.is_kept_fp32("layers.0.mixer.D"));
+    }
+
+    #[test]
+    fn layers_behind_the_last_are_carried() {
+        let map = table().carry_from("model.layers.{layer}.{path}", "layer", 3);
+        map.validate().unwrap();
+        assert!(map.is_carried("model.layers.3.eh_proj.weight") && map.is_carried("model.layers.12.mlp.gate.weight"));
+        assert!(!map.is_carried("model.layers.2.eh_proj.weight") && !map.is_carried("model.layers.03.eh_proj.weight"));
+        assert!(!map.is_carried("layers.3.eh_proj.weight") && map.is_carried("mtp.x"));
     }
 
     #[test]

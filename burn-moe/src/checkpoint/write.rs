@@ -27,7 +27,7 @@ use super::load::read_piece;
 use super::mapping::WeightMap;
 use super::plan::{PathStack, param_specs};
 use super::progress::bytes_bar;
-use super::quantise::{QuantFormat, quantise};
+use super::quantise::{QuantFormat, dequantise, quantise};
 use super::shard::EpRank;
 use super::source::CheckpointSource;
 use super::transform::{HostTensor, backward};
@@ -257,6 +257,21 @@ fn write_params<B: Backend, M: Module<B>>(
             };
             files.write(tensor.file, tensor.offset, bytes)?;
             bar.inc(bytes.len() as u64);
+        }
+        for (names, format) in &plan.decoded {
+            let [weights, scales] = names.each_ref().map(|name| {
+                let piece = Piece {
+                    name: name.clone(),
+                    slab: None,
+                };
+                read_piece(&piece, source)
+            });
+            let tensor = plan.tensor(&names[0]);
+            let tensor = tensor.ok_or_else(|| Error::Mismatch(format!("no place for `{}`", names[0])))?;
+            let plain = dequantise(*format, &weights?, &scales?, tensor.dtype)
+                .map_err(|why| Error::Mismatch(format!("{}: cannot be decoded: {why}", names[0])))?;
+            files.write(tensor.file, tensor.offset, &plain.data)?;
+            bar.inc(plain.data.len() as u64);
         }
     }
     files.sync()?;

@@ -102,13 +102,7 @@ impl<B: MoeBackend> Attention<B> {
             k_bshp = norm.forward(k_bshp)?;
         }
         if self.rotary {
-            let (cos, sin) = input.rope.clone().ok_or_else(|| {
-                Error::batch(
-                    "position_ids",
-                    "an input without rotary tables",
-                    "an input made by `CausalLm::prepare`",
-                )
-            })?;
+            let (cos, sin) = rope_tables(input)?;
             q_bshp = ops::rope(q_bshp, cos.clone(), sin.clone(), RopeLayout::HalfSplit)?;
             k_bshp = ops::rope(k_bshp, cos, sin, RopeLayout::HalfSplit)?;
         }
@@ -120,6 +114,29 @@ impl<B: MoeBackend> Attention<B> {
     }
 }
 
+/// Fails when the new tokens come with a mask, which would not cover the cached ones.
+pub(super) fn check_cached<B: MoeBackend>(input: &ModelInput<B>) -> Result<()> {
+    if input.mask.doc_start_bs.is_none() && input.mask.key_visible_bs.is_none() {
+        return Ok(());
+    }
+    Err(Error::batch(
+        "attention_mask",
+        "documents or padding together with cached tokens",
+        "one document without padding per row while generating",
+    ))
+}
+
+/// The rotary tables of the batch.
+pub(super) fn rope_tables<B: MoeBackend>(input: &ModelInput<B>) -> Result<(Tensor<B, 3>, Tensor<B, 3>)> {
+    input.rope.clone().ok_or_else(|| {
+        Error::batch(
+            "position_ids",
+            "an input without rotary tables",
+            "an input made by `CausalLm::prepare`",
+        )
+    })
+}
+
 /// Keys and values of past and new tokens; the cache then holds both.
 fn extend_cache<B: MoeBackend>(
     cache: &mut LayerCache<B>,
@@ -129,13 +146,7 @@ fn extend_cache<B: MoeBackend>(
 ) -> Result<(Tensor<B, 4>, Tensor<B, 4>)> {
     let (k, v) = match &*cache {
         LayerCache::Attention { k: past_k, v: past_v } => {
-            if input.mask.doc_start_bs.is_some() || input.mask.key_visible_bs.is_some() {
-                return Err(Error::batch(
-                    "attention_mask",
-                    "documents or padding together with cached tokens",
-                    "one document without padding per row while generating",
-                ));
-            }
+            check_cached(input)?;
             (Tensor::cat(vec![past_k.clone(), k], 1), Tensor::cat(vec![past_v.clone(), v], 1))
         }
         _ => (k, v),

@@ -6,7 +6,7 @@
 //! `moe_shared_expert_overlap`, `use_mamba_kernels`, `mamba_ssm_cache_dtype`, `num_logits_to_keep`,
 //! `tie_word_embeddings` (the family has no tied matrix), and everything about multi-token prediction.
 
-use burn_ep_backend::{RouterDesc, RouterScore};
+use burn_ep_backend::{GroupScore, RouterDesc, RouterScore};
 use burn_moe::checkpoint::WeightMap;
 use burn_moe::{Error, Result};
 use serde_json::{Map, Value};
@@ -15,6 +15,7 @@ use super::schedule::{LayerKind, parse_schedule};
 use crate::counts::{FLOPS_PER_WEIGHT, ParamCount, attention_score_flops};
 use crate::family::{Capabilities, ExportLayout, FamilyConfig};
 use crate::json::{CommonConfig, Fields, float_pair};
+use crate::router::check_grouped;
 
 /// Settings of the Mamba-2 layers.
 #[derive(Debug, Clone, PartialEq)]
@@ -307,6 +308,7 @@ fn parse_moe(f: &Fields<'_>, used: bool) -> Result<MoeSettings> {
             scale: f.positive(&["routed_scaling_factor"], 1.0)? as f32,
             groups,
             top_groups,
+            group_score: GroupScore::TwoBest,
             force_balanced: false,
         },
         intermediate_size: f.size(&["moe_intermediate_size"], 7688)?,
@@ -317,38 +319,9 @@ fn parse_moe(f: &Fields<'_>, used: bool) -> Result<MoeSettings> {
         return Err(Error::config("moe_latent_size", 0, "at least 1, or null for experts at full width"));
     }
     if used {
-        check_router(&settings.router)?;
+        check_grouped(&settings.router)?;
     }
     Ok(settings)
-}
-
-/// The counts of a grouped sigmoid router, by the names of the config.
-fn check_router(router: &RouterDesc) -> Result<()> {
-    let (e, k, g, kept) = (router.num_experts, router.top_k, router.groups, router.top_groups);
-    if k > e {
-        return Err(Error::config("num_experts_per_tok", k, format!("at most n_routed_experts = {e}")));
-    }
-    if !e.is_multiple_of(g) {
-        return Err(Error::config("n_group", g, format!("a divisor of n_routed_experts = {e}")));
-    }
-    if g > 1 && e / g < 2 {
-        return Err(Error::config(
-            "n_group",
-            g,
-            format!("at most {}: a group is scored by its two best experts", e / 2),
-        ));
-    }
-    if kept > g {
-        return Err(Error::config("topk_group", kept, format!("at most n_group = {g}")));
-    }
-    if k > kept * (e / g) {
-        return Err(Error::config(
-            "num_experts_per_tok",
-            k,
-            format!("at most the {} experts of topk_group = {kept} groups", kept * (e / g)),
-        ));
-    }
-    Ok(())
 }
 
 impl FamilyConfig for NemotronHConfig {

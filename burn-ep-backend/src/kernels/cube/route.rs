@@ -5,7 +5,7 @@ use cubecl::prelude::*;
 
 use super::super::raw::{CudaTensor, dense, empty};
 use super::launch::{PLANE, addresses, dense_f32, matrix_dims};
-use crate::desc::{RouterDesc, RouterScore};
+use crate::desc::{GroupScore, RouterDesc, RouterScore};
 
 /// Keeps the sum of sigmoid scores away from zero (DeepSeek-V3).
 const SIGMOID_EPS: f32 = 1e-20;
@@ -33,6 +33,7 @@ struct Fixed {
     renormalize: bool,
     groups: usize,
     top_groups: usize,
+    group_score: GroupScore,
 }
 
 impl Fixed {
@@ -44,6 +45,7 @@ impl Fixed {
             renormalize: desc.renormalize,
             groups: desc.groups,
             top_groups: desc.top_groups,
+            group_score: desc.group_score,
         }
     }
 
@@ -155,7 +157,7 @@ fn denominator<T: Float>(logits: &Tensor<T>, base: usize, values: &SharedMemory<
     SoftmaxTerms { max: peak, sum }
 }
 
-/// Masks the experts outside of the `top_groups` groups with the largest sum of their two best scores.
+/// Masks the experts outside of the `top_groups` groups with the best score, or the largest sum of their two best scores.
 #[cube]
 fn mask_groups(choice: &mut SharedMemory<f32>, #[comptime] fixed: Fixed) {
     let size = comptime!(fixed.experts / fixed.groups);
@@ -174,7 +176,7 @@ fn mask_groups(choice: &mut SharedMemory<f32>, #[comptime] fixed: Fixed) {
                 second = value;
             }
         }
-        if comptime!(size > 1) {
+        if comptime!(size > 1 && fixed.group_score == GroupScore::TwoBest) {
             first += second;
         }
         best[g] = max(first, f32::new(LOWEST));
@@ -458,6 +460,7 @@ mod tests {
                     renormalize: i % 2 == 0,
                     groups: [1, 4, 30, 60][i],
                     top_groups: [1, 2, 20, 30][i],
+                    group_score: if i == 2 { GroupScore::Best } else { GroupScore::TwoBest },
                 };
                 let dtype = if i == 0 { DType::F32 } else { DType::BF16 };
                 compile(PLANE, |b| {

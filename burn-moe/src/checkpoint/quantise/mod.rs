@@ -14,6 +14,7 @@
 //! 4. in the family's `weights.rs`, a layout `stored_as([weights, scales], [Step::Dequantise(format), ..])` after the plain
 //!    one, for every parameter that is to be quantised on request.
 
+mod fp8;
 mod mxfp4;
 
 use std::borrow::Cow;
@@ -31,12 +32,16 @@ pub enum QuantFormat {
     /// OCP Microscaling FP4: weights U8 `[rows, columns / 32, 16]`, two E2M1 values a byte, low half first; scales U8
     /// `[rows, columns / 32]`, powers of two with bias 127.
     Mxfp4,
+    /// Weights F8_E4M3 in the shape of the matrix, scales in a grid of one number per block of `rows x columns`; blocks at the
+    /// edges are smaller. Scales are written as F32 and read as F32, BF16 or powers of two (U8, F8_E8M0).
+    Fp8 { rows: usize, columns: usize },
 }
 
 impl fmt::Display for QuantFormat {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Mxfp4 => f.write_str("MXFP4"),
+            Self::Fp8 { rows, columns } => write!(f, "FP8 in blocks of {rows} x {columns}"),
         }
     }
 }
@@ -54,13 +59,14 @@ impl QuantFormat {
     pub(crate) fn stored_types(self) -> [Dtype; 2] {
         match self {
             Self::Mxfp4 => [Dtype::U8, Dtype::U8],
+            Self::Fp8 { .. } => [Dtype::F8_E4M3, Dtype::F32],
         }
     }
 
     /// Element type of the values where nothing else is asked for, in memory as well as in a plain export.
     pub(crate) fn plain_type(self) -> Dtype {
         match self {
-            Self::Mxfp4 => Dtype::BF16,
+            Self::Mxfp4 | Self::Fp8 { .. } => Dtype::BF16,
         }
     }
 
@@ -68,6 +74,7 @@ impl QuantFormat {
     pub(crate) fn check_types(self, weights: Dtype, scales: Dtype) -> Result<(), (usize, String)> {
         let fits = match self {
             Self::Mxfp4 => [weights == Dtype::U8, scales == Dtype::U8],
+            Self::Fp8 { .. } => [weights == Dtype::F8_E4M3, fp8::is_scale_type(scales)],
         };
         match fits.iter().position(|fit| !fit) {
             None => Ok(()),
@@ -79,6 +86,7 @@ impl QuantFormat {
     fn band_rows(self) -> usize {
         match self {
             Self::Mxfp4 => 1,
+            Self::Fp8 { rows, .. } => rows,
         }
     }
 
@@ -86,6 +94,7 @@ impl QuantFormat {
     pub(crate) fn shape(self, weights: &[usize], scales: &[usize]) -> Result<Vec<usize>, String> {
         let shape = match self {
             Self::Mxfp4 => mxfp4::matrix(weights)?,
+            Self::Fp8 { .. } => weights.to_vec(),
         };
         let [_, expected] = self.stored_shapes(&shape)?;
         match scales == expected {
@@ -103,6 +112,7 @@ impl QuantFormat {
         };
         match self {
             Self::Mxfp4 => mxfp4::stored_shapes(rows, columns),
+            Self::Fp8 { rows: high, columns: wide } => Ok(fp8::stored_shapes(rows, columns, (high, wide))),
         }
     }
 
@@ -111,6 +121,7 @@ impl QuantFormat {
         debug_assert_eq!(out.len() % columns.max(1), 0);
         match self {
             Self::Mxfp4 => mxfp4::decode(packed, scales.0, out),
+            Self::Fp8 { columns: width, .. } => fp8::decode(columns, width, packed, scales, out),
         }
     }
 
@@ -119,6 +130,7 @@ impl QuantFormat {
         debug_assert_eq!(values.len() % columns.max(1), 0);
         match self {
             Self::Mxfp4 => mxfp4::encode(values, before, packed, scales),
+            Self::Fp8 { columns: width, .. } => fp8::encode(columns, width, values, before, packed, scales),
         }
     }
 }
