@@ -125,10 +125,17 @@ impl<B: MoeBackend> Backward<B, 3> for BiasedLinearBackward {
         let grad = flat::<B>(grads.consume::<B>(&ops.node));
         let [x, weight, bias] = ops.parents.map(|parent| parent.map(|node| node.id));
         if let Some(bias) = bias {
-            grads.register::<B>(bias, B::linear_bias_backward(grad.clone()));
+            grads.register::<B>(bias, sum_rows::<B>(grad.clone()));
         }
         linear_backward::<B>(ops.state, [x, weight], grad, grads, checkpointer);
     }
+}
+
+/// `[R, N]` to `[N]` as a product with ones: one rounding of an fp32 sum where products are that.
+fn sum_rows<B: MoeBackend>(grad: FloatTensor<B>) -> FloatTensor<B> {
+    let [rows, width] = grad.shape().dims::<2>();
+    let ones = B::float_ones(Shape::new([1, rows]), &B::float_device(&grad), grad.dtype().into());
+    B::float_reshape(B::routed_matmul(ones, grad), Shape::new([width]))
 }
 
 /// `grad [R, Out]`: gradients of x in its own shape and of the weight `[In, Out]`.

@@ -307,7 +307,7 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
     }
 
     fn routed_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {
-        dense::matmul(lhs, rhs, None).unwrap_or_else(|call| Self::float_matmul(call.lhs, call.rhs))
+        dense::matmul(lhs, rhs, None).unwrap_or_else(|call| burn_matmul::<Self>(call.lhs, call.rhs))
     }
 
     fn routed_linear(x: FloatTensor<Self>, weight: FloatTensor<Self>, bias: Option<FloatTensor<Self>>) -> FloatTensor<Self> {
@@ -359,6 +359,18 @@ fn refused(op: &str, reason: Option<&'static str>) -> bool {
         tracing::debug!(op, route = "reference", reason);
     }
     reason.is_some()
+}
+
+/// Burn's own kernel, except that nothing to multiply makes zeros.
+fn burn_matmul<B>(lhs: CudaTensor, rhs: CudaTensor) -> CudaTensor
+where
+    B: FloatTensorOps<B> + burn_backend::Backend<FloatTensorPrimitive = CudaTensor, Device = cubecl::cuda::CudaDevice>,
+{
+    let shapes = [lhs.shape(), rhs.shape()];
+    if shapes.iter().all(|shape| shape.iter().all(|size| *size > 0)) {
+        return B::float_matmul(lhs, rhs);
+    }
+    B::float_zeros(dense::product_shape(&shapes[0], &shapes[1]), &lhs.device, lhs.dtype.into())
 }
 
 /// How the portable norm kernels deal the rows of `x`; None where they do not fit.

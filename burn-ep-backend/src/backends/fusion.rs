@@ -12,6 +12,7 @@ use burn_ir::{CustomOpIr, HandleContainer, OperationIr, OperationOutput, TensorI
 
 use crate::backend::{CrossEntropyPrim, MoeBackend};
 use crate::desc::CrossEntropyDesc;
+use crate::kernels::dense::product_shape;
 
 /// A custom operation with a closure as its body.
 struct Custom<B, F> {
@@ -61,17 +62,6 @@ where
         backend: PhantomData,
     };
     client.register(streams, OperationIr::Custom(ir), operation).outputs()
-}
-
-/// Shape of `lhs [.., M, K] · rhs [.., K, N]` with broadcast batches.
-fn product_shape(lhs: &Shape, rhs: &Shape) -> Shape {
-    let rank = lhs.num_dims();
-    let size = |axis: usize| match axis {
-        _ if axis + 2 == rank => lhs[axis],
-        _ if axis + 1 == rank => rhs[axis],
-        _ => lhs[axis].max(rhs[axis]),
-    };
-    (0..rank).map(size).collect::<Vec<_>>().into()
 }
 
 impl<B: FusionBackend + MoeBackend> MoeBackend for Fusion<B> {
@@ -159,17 +149,5 @@ impl<B: FusionBackend + MoeBackend> MoeBackend for Fusion<B> {
             vec![B::scale_by(tensor, factor)]
         });
         out
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn shapes_of_products() {
-        let shape = |lhs: &[usize], rhs: &[usize]| product_shape(&lhs.to_vec().into(), &rhs.to_vec().into());
-        assert_eq!(shape(&[3, 4], &[4, 5]), Shape::new([3, 5]));
-        assert_eq!(shape(&[1, 7, 3, 4], &[2, 1, 4, 5]), Shape::new([2, 7, 3, 5]));
     }
 }

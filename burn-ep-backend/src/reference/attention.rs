@@ -3,18 +3,18 @@
 //! Sink: an extra logit in the softmax denominator (Xiao et al. 2023; GPT-OSS learns it per head).
 
 use burn_backend::{
-    Backend, DType, TensorMetadata,
+    DType, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_tensor::{Bool, Int, Tensor};
 
-use super::prim::{cast, int_tensor, primitive, tensor, wide};
+use super::prim::{Times, cast, int_tensor, primitive, tensor, wide};
 use crate::backend::*;
 use crate::desc::*;
 
 /// See [`MoeBackend::flash_attention`]; scores and softmax in fp32. The log-sum-exp of a row without visible key and
 /// without sink is minus infinity.
-pub fn attention<B: Backend>(
+pub fn attention<B: MoeBackend>(
     q: FloatTensor<B>,
     k: FloatTensor<B>,
     v: FloatTensor<B>,
@@ -45,7 +45,7 @@ pub fn attention<B: Backend>(
     // Rows that see nothing have a zero numerator: any positive denominator gives zeros.
     let empty_bhs1 = denominator_bhs1.clone().equal_elem(0.0);
     let probabilities = exp / denominator_bhs1.mask_fill(empty_bhs1, 1.0);
-    let out_bshd = probabilities.matmul(v_bhsd).swap_dims(1, 2);
+    let out_bshd = probabilities.times(v_bhsd).swap_dims(1, 2);
     AttentionPrim {
         out_bshd: primitive(out_bshd.cast(dtype)),
         lse_bhs: primitive(lse_bhs),
@@ -53,7 +53,7 @@ pub fn attention<B: Backend>(
 }
 
 /// With `p = exp(s - lse)`, `dp = dO V^T` and `delta = dO · O`: `ds = p * (dp - delta)`, `dsink = -sum exp(sink - lse) delta`.
-pub fn attention_backward<B: Backend>(
+pub fn attention_backward<B: MoeBackend>(
     grad: FloatTensor<B>,
     q: FloatTensor<B>,
     k: FloatTensor<B>,
@@ -76,10 +76,10 @@ pub fn attention_backward<B: Backend>(
     let (scores, hidden) = scores(q_bhsd.clone(), k_bhsd.clone(), mask, desc);
     let probabilities = (scores - lse_bhs1.clone()).exp().mask_fill(hidden, 0.0);
     let delta_bhs1 = (grad_bhsd.clone() * out_bhsd).sum_dim(3);
-    let dv_bhsd = probabilities.clone().swap_dims(2, 3).matmul(grad_bhsd.clone());
-    let dscores = (grad_bhsd.matmul(v_bhsd.swap_dims(2, 3)) - delta_bhs1.clone()) * probabilities * desc.scale;
-    let dq_bhsd = dscores.clone().matmul(k_bhsd);
-    let dk_bhsd = dscores.swap_dims(2, 3).matmul(q_bhsd);
+    let dv_bhsd = probabilities.clone().swap_dims(2, 3).times(grad_bhsd.clone());
+    let dscores = (grad_bhsd.times(v_bhsd.swap_dims(2, 3)) - delta_bhs1.clone()) * probabilities * desc.scale;
+    let dq_bhsd = dscores.clone().times(k_bhsd);
+    let dk_bhsd = dscores.swap_dims(2, 3).times(q_bhsd);
     let dsink_h = sink.map(|sink| {
         let dtype = sink.dtype();
         let share_bhs1 = (sink_like::<B>(sink, &lse_bhs1) - lse_bhs1).exp();
@@ -96,7 +96,7 @@ pub fn attention_backward<B: Backend>(
 }
 
 /// Scaled scores `[B, H, Sq, Skv]` and where they are hidden.
-fn scores<B: Backend>(
+fn scores<B: MoeBackend>(
     q_bhsd: Tensor<B, 4>,
     k_bhsd: Tensor<B, 4>,
     mask: &AttentionMaskPrim<B>,
@@ -104,13 +104,13 @@ fn scores<B: Backend>(
 ) -> (Tensor<B, 4>, Tensor<B, 4, Bool>) {
     let [b, h, sq, _] = q_bhsd.dims();
     let [_, _, skv, _] = k_bhsd.dims();
-    let scores = q_bhsd.matmul(k_bhsd.swap_dims(2, 3)) * desc.scale;
+    let scores = q_bhsd.times(k_bhsd.swap_dims(2, 3)) * desc.scale;
     let hidden = hidden::<B>([b, sq, skv], mask, desc, &scores.device());
     (scores, hidden.unsqueeze_dim::<4>(1).expand([b, h, sq, skv]))
 }
 
 /// `[B, Sq, Skv]`: true where the key must not be seen. Query i has row index `i + Skv - Sq`.
-fn hidden<B: Backend>(
+fn hidden<B: MoeBackend>(
     [b, sq, skv]: [usize; 3],
     mask: &AttentionMaskPrim<B>,
     desc: &AttentionDesc,
@@ -152,18 +152,18 @@ fn hidden<B: Backend>(
 }
 
 /// Comparisons need equal int dtypes.
-fn int_of<B: Backend>(doc: IntTensor<B>, like: &Tensor<B, 3, Int>) -> Tensor<B, 2, Int> {
+fn int_of<B: MoeBackend>(doc: IntTensor<B>, like: &Tensor<B, 3, Int>) -> Tensor<B, 2, Int> {
     int_tensor::<B, 2>(doc).cast(like.dtype())
 }
 
 /// `[H]` as `[B, H, S, 1]`, shaped and typed like `like`.
-fn sink_like<B: Backend>(sink: FloatTensor<B>, like: &Tensor<B, 4>) -> Tensor<B, 4> {
+fn sink_like<B: MoeBackend>(sink: FloatTensor<B>, like: &Tensor<B, 4>) -> Tensor<B, 4> {
     let heads = like.dims()[1];
     cast::<B, 1>(sink, like.dtype()).reshape([1, heads, 1, 1]).expand(like.dims())
 }
 
 /// Key head g serves query heads `g * r .. (g + 1) * r`.
-fn repeat_heads<B: Backend>(kv_bhsd: Tensor<B, 4>, heads: usize) -> Tensor<B, 4> {
+fn repeat_heads<B: MoeBackend>(kv_bhsd: Tensor<B, 4>, heads: usize) -> Tensor<B, 4> {
     let [b, kv_heads, s, d] = kv_bhsd.dims();
     let repeat = heads / kv_heads;
     kv_bhsd
@@ -172,7 +172,7 @@ fn repeat_heads<B: Backend>(kv_bhsd: Tensor<B, 4>, heads: usize) -> Tensor<B, 4>
         .reshape([b, heads, s, d])
 }
 
-fn sum_heads<B: Backend>(grad_bhsd: Tensor<B, 4>, kv_heads: usize) -> Tensor<B, 4> {
+fn sum_heads<B: MoeBackend>(grad_bhsd: Tensor<B, 4>, kv_heads: usize) -> Tensor<B, 4> {
     let [b, heads, s, d] = grad_bhsd.dims();
     grad_bhsd
         .reshape([b, kv_heads, heads / kv_heads, s, d])

@@ -2,34 +2,34 @@
 
 use std::ops::Range;
 
-use burn_backend::Backend;
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_tensor::{Int, Tensor};
 
-use super::prim::{primitive, tensor};
+use super::prim::{Times, primitive, tensor};
+use crate::backend::MoeBackend;
 
 /// See [`crate::MoeBackend::grouped_matmul`].
-pub fn grouped_matmul<B: Backend>(rows: FloatTensor<B>, weight: FloatTensor<B>, offsets: IntTensor<B>) -> FloatTensor<B> {
+pub fn grouped_matmul<B: MoeBackend>(rows: FloatTensor<B>, weight: FloatTensor<B>, offsets: IntTensor<B>) -> FloatTensor<B> {
     let weight_eoi = tensor::<B, 3>(weight);
     let out = weight_eoi.dims()[1];
     primitive(each_group(tensor(rows), offsets, out, |rows_ri, e| {
         let weight_oi = weight_of(&weight_eoi, e).cast(rows_ri.dtype());
-        rows_ri.matmul(weight_oi.transpose())
+        rows_ri.times(weight_oi.transpose())
     }))
 }
 
 /// See [`crate::MoeBackend::grouped_matmul_grad_rows`].
-pub fn grad_rows<B: Backend>(grad: FloatTensor<B>, weight: FloatTensor<B>, offsets: IntTensor<B>) -> FloatTensor<B> {
+pub fn grad_rows<B: MoeBackend>(grad: FloatTensor<B>, weight: FloatTensor<B>, offsets: IntTensor<B>) -> FloatTensor<B> {
     let weight_eoi = tensor::<B, 3>(weight);
     let inner = weight_eoi.dims()[2];
     primitive(each_group(tensor(grad), offsets, inner, |grad_ro, e| {
         let weight_oi = weight_of(&weight_eoi, e).cast(grad_ro.dtype());
-        grad_ro.matmul(weight_oi)
+        grad_ro.times(weight_oi)
     }))
 }
 
 /// See [`crate::MoeBackend::grouped_matmul_grad_weight`].
-pub fn grad_weight<B: Backend>(grad: FloatTensor<B>, rows: FloatTensor<B>, offsets: IntTensor<B>) -> FloatTensor<B> {
+pub fn grad_weight<B: MoeBackend>(grad: FloatTensor<B>, rows: FloatTensor<B>, offsets: IntTensor<B>) -> FloatTensor<B> {
     let (grad_ro, rows_ri) = (tensor::<B, 2>(grad), tensor::<B, 2>(rows));
     let ([r, out], inner) = (grad_ro.dims(), rows_ri.dims()[1]);
     let rows_ri = rows_ri.cast(grad_ro.dtype());
@@ -40,14 +40,14 @@ pub fn grad_weight<B: Backend>(grad: FloatTensor<B>, rows: FloatTensor<B>, offse
                 return Tensor::zeros([1, out, inner], (&grad_ro.device(), grad_ro.dtype()));
             }
             let grad_no = grad_ro.clone().slice([group.clone()]);
-            grad_no.transpose().matmul(rows_ri.clone().slice([group])).unsqueeze_dim(0)
+            grad_no.transpose().times(rows_ri.clone().slice([group])).unsqueeze_dim(0)
         })
         .collect();
     primitive(Tensor::<B, 3>::cat(weights, 0))
 }
 
 /// `product(rows of expert e, e)` for every group, `[R, width]`; rows past the last group are zero.
-fn each_group<B: Backend>(
+fn each_group<B: MoeBackend>(
     rows_ri: Tensor<B, 2>,
     offsets: IntTensor<B>,
     width: usize,
@@ -68,11 +68,11 @@ fn each_group<B: Backend>(
     if parts.len() == 1 { parts.remove(0) } else { Tensor::cat(parts, 0) }
 }
 
-fn weight_of<B: Backend>(weight_eoi: &Tensor<B, 3>, expert: usize) -> Tensor<B, 2> {
+fn weight_of<B: MoeBackend>(weight_eoi: &Tensor<B, 3>, expert: usize) -> Tensor<B, 2> {
     weight_eoi.clone().narrow(0, expert, 1).squeeze_dim(0)
 }
 
-fn group_ranges<B: Backend>(offsets: IntTensor<B>, rows: usize) -> Vec<Range<usize>> {
+fn group_ranges<B: MoeBackend>(offsets: IntTensor<B>, rows: usize) -> Vec<Range<usize>> {
     let offsets: Vec<usize> = Tensor::<B, 1, Int>::from_primitive(offsets)
         .into_data()
         .iter::<i64>()

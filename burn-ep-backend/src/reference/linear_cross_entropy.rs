@@ -1,18 +1,17 @@
 //! Vocabulary projection and cross entropy, a chunk of rows at a time.
 
-use burn_backend::Backend;
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_tensor::activation::log_softmax;
 use burn_tensor::{Int, Tensor};
 
-use super::prim::{int_tensor, primitive, tensor, wide_dtype};
-use crate::backend::CrossEntropyPrim;
+use super::prim::{Times, int_tensor, primitive, tensor, wide_dtype};
+use crate::backend::{CrossEntropyPrim, MoeBackend};
 use crate::desc::CrossEntropyDesc;
 
 /// See [`crate::MoeBackend::linear_cross_entropy`]; f64 inputs give an f64 loss.
 ///
 /// A label outside the vocabulary that is not `ignore_index` makes the loss NaN and leaves the gradients alone.
-pub fn linear_cross_entropy<B: Backend>(
+pub fn linear_cross_entropy<B: MoeBackend>(
     hidden_td: FloatTensor<B>,
     weight_vd: FloatTensor<B>,
     labels_t: IntTensor<B>,
@@ -43,7 +42,7 @@ pub fn linear_cross_entropy<B: Backend>(
         let column_n1 = labels_n1.mask_fill(outside_n1.clone(), 0);
         let skipped_n1 = ignored_n1.clone().bool_or(outside_n1.clone());
 
-        let logits_nv = hidden_nd.clone().matmul(weight_in_dtype.clone().transpose()).cast(wide);
+        let logits_nv = hidden_nd.clone().times(weight_in_dtype.clone().transpose()).cast(wide);
         let log_p_nv = log_softmax(logits_nv, 1);
         let nll_n1 = log_p_nv.clone().gather(1, column_n1.clone()).neg();
         let nll_n1 = nll_n1.mask_fill(outside_n1, f32::NAN).mask_fill(ignored_n1, 0.0);
@@ -55,8 +54,8 @@ pub fn linear_cross_entropy<B: Backend>(
         let p_nv = log_p_nv.exp();
         let grad_nv = p_nv.clone().mask_where(is_label_nv, p_nv.sub_scalar(1.0));
         let grad_nv = grad_nv.mask_fill(skipped_n1.expand([n, v]), 0.0).cast(dtype);
-        grad_weight = Some(sum_vd + grad_nv.clone().transpose().matmul(hidden_nd).cast(wide));
-        grad_hidden.push(grad_nv.matmul(weight_in_dtype.clone()));
+        grad_weight = Some(sum_vd + grad_nv.clone().transpose().times(hidden_nd).cast(wide));
+        grad_hidden.push(grad_nv.times(weight_in_dtype.clone()));
     }
     CrossEntropyPrim {
         loss_sum: primitive(loss),

@@ -6,6 +6,8 @@ use burn_backend::{
 };
 use burn_tensor::{Int, Tensor, TensorPrimitive};
 
+use crate::backend::MoeBackend;
+
 pub(crate) fn tensor<B: Backend, const D: usize>(primitive: FloatTensor<B>) -> Tensor<B, D> {
     Tensor::from_primitive(TensorPrimitive::Float(primitive))
 }
@@ -40,4 +42,16 @@ pub(crate) fn widen<B: Backend, const D: usize>(tensor: Tensor<B, D>) -> Tensor<
 /// Like [`wide`] in a given dtype, for small inputs that may be narrower than the main one.
 pub(crate) fn cast<B: Backend, const D: usize>(primitive: FloatTensor<B>, dtype: DType) -> Tensor<B, D> {
     tensor::<B, D>(primitive).cast(dtype)
+}
+
+/// The product that references use: the routed one, so that an accelerator's library computes it where there is one.
+pub(crate) trait Times {
+    /// `self · rhs` over the last two axes.
+    fn times(self, rhs: Self) -> Self;
+}
+
+impl<B: MoeBackend, const D: usize> Times for Tensor<B, D> {
+    fn times(self, rhs: Self) -> Self {
+        tensor(B::routed_matmul(primitive(self), primitive(rhs)))
+    }
 }

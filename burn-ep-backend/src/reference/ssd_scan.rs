@@ -5,17 +5,17 @@
 //! state of earlier documents; a document at row 0 continues the initial state.
 
 use burn_backend::{
-    Backend, DType, TensorMetadata,
+    DType, TensorMetadata,
     tensor::{FloatTensor, IntTensor},
 };
 use burn_tensor::{Bool, Int, Tensor, activation::sigmoid};
 
-use super::prim::{cast, int_tensor, primitive, wide};
+use super::prim::{Times, cast, int_tensor, primitive, wide};
 use crate::backend::*;
 use crate::desc::SsdDesc;
 
 /// See [`MoeBackend::ssd_scan`].
-pub fn ssd_scan<B: Backend>(input: SsdPrim<B>, desc: &SsdDesc) -> SsdOutPrim<B> {
+pub fn ssd_scan<B: MoeBackend>(input: SsdPrim<B>, desc: &SsdDesc) -> SsdOutPrim<B> {
     let dtype = input.x.dtype();
     let scan = Scan::new(input, desc);
     let mut state_bhpn = scan.initial_state_bhpn.clone();
@@ -33,7 +33,7 @@ pub fn ssd_scan<B: Backend>(input: SsdPrim<B>, desc: &SsdDesc) -> SsdOutPrim<B> 
 }
 
 /// See [`MoeBackend::ssd_scan_backward`]. Walks the chunks backwards with `E = dL/dS` at each chunk end.
-pub fn ssd_scan_backward<B: Backend>(grad_y: FloatTensor<B>, input: SsdPrim<B>, desc: &SsdDesc) -> SsdGrads<B> {
+pub fn ssd_scan_backward<B: MoeBackend>(grad_y: FloatTensor<B>, input: SsdPrim<B>, desc: &SsdDesc) -> SsdGrads<B> {
     let dtypes = Dtypes::of(&input);
     let scan = Scan::new(input, desc);
     let dy_bhsp = cast::<B, 4>(grad_y, scan.x_bhsp.dtype()).swap_dims(1, 2);
@@ -91,7 +91,7 @@ struct Dtypes {
 }
 
 impl Dtypes {
-    fn of<B: Backend>(input: &SsdPrim<B>) -> Self {
+    fn of<B: MoeBackend>(input: &SsdPrim<B>) -> Self {
         Self {
             x: input.x.dtype(),
             dt: input.dt.dtype(),
@@ -105,7 +105,7 @@ impl Dtypes {
 }
 
 /// The inputs, wide, heads before the sequence, groups repeated to heads.
-struct Scan<B: Backend> {
+struct Scan<B: MoeBackend> {
     x_bhsp: Tensor<B, 4>,
     b_bhsn: Tensor<B, 4>,
     c_bhsn: Tensor<B, 4>,
@@ -120,7 +120,7 @@ struct Scan<B: Backend> {
     chunk: usize,
 }
 
-impl<B: Backend> Scan<B> {
+impl<B: MoeBackend> Scan<B> {
     fn new(input: SsdPrim<B>, desc: &SsdDesc) -> Self {
         let x_bhsp = wide::<B, 4>(input.x).swap_dims(1, 2);
         let (dtype, device) = (x_bhsp.dtype(), x_bhsp.device());
@@ -168,7 +168,7 @@ impl<B: Backend> Scan<B> {
         let dtype = delta_bhq.dtype();
         let seen_bhqq = seen_bqq.clone().float().cast(dtype).unsqueeze_dim::<4>(1).expand([b, h, len, len]);
         // Sum of s over the tokens of the same document and chunk up to i: restarts where a document does.
-        let cum_bhq1 = seen_bhqq.clone().matmul(s_bhq1);
+        let cum_bhq1 = seen_bhqq.clone().times(s_bhq1);
         let exponent_bhqq = cum_bhq1.clone() - cum_bhq1.clone().swap_dims(2, 3);
         let hidden_bhqq = seen_bqq.bool_not().unsqueeze_dim::<4>(1).expand([b, h, len, len]);
         let entry_bhq1 = cum_bhq1.exp() * carried_bq.float().cast(dtype).reshape([b, 1, len, 1]);
@@ -211,7 +211,7 @@ impl<B: Backend> Scan<B> {
 }
 
 /// One chunk of Q tokens.
-struct Chunk<B: Backend> {
+struct Chunk<B: MoeBackend> {
     len: usize,
     u_bhqp: Tensor<B, 4>,
     b_bhqn: Tensor<B, 4>,
@@ -224,7 +224,7 @@ struct Chunk<B: Backend> {
     seen_bhqq: Tensor<B, 4>,
 }
 
-struct ChunkGrads<B: Backend> {
+struct ChunkGrads<B: MoeBackend> {
     u_bhqp: Tensor<B, 4>,
     b_bhqn: Tensor<B, 4>,
     c_bhqn: Tensor<B, 4>,
@@ -233,7 +233,7 @@ struct ChunkGrads<B: Backend> {
     adjoint_bhpn: Tensor<B, 4>,
 }
 
-impl<B: Backend> Chunk<B> {
+impl<B: MoeBackend> Chunk<B> {
     fn exit_bhq1(&self) -> Tensor<B, 4> {
         self.decay_bhqq.clone().narrow(2, self.len - 1, 1).swap_dims(2, 3)
     }
@@ -243,18 +243,18 @@ impl<B: Backend> Chunk<B> {
     }
 
     fn mixing_bhqq(&self) -> Tensor<B, 4> {
-        self.c_bhqn.clone().matmul(self.b_bhqn.clone().swap_dims(2, 3)) * self.decay_bhqq.clone()
+        self.c_bhqn.clone().times(self.b_bhqn.clone().swap_dims(2, 3)) * self.decay_bhqq.clone()
     }
 
     /// `Y = (C B^T * decay) U + entry * (C S^T)`, without the skip.
     fn output(&self, state_bhpn: &Tensor<B, 4>) -> Tensor<B, 4> {
-        let carried_bhqp = self.c_bhqn.clone().matmul(state_bhpn.clone().swap_dims(2, 3));
-        self.mixing_bhqq().matmul(self.u_bhqp.clone()) + carried_bhqp * self.entry_bhq1.clone()
+        let carried_bhqp = self.c_bhqn.clone().times(state_bhpn.clone().swap_dims(2, 3));
+        self.mixing_bhqq().times(self.u_bhqp.clone()) + carried_bhqp * self.entry_bhq1.clone()
     }
 
     /// `S' = keep * S + (exit * U)^T B`.
     fn next_state(&self, state_bhpn: Tensor<B, 4>) -> Tensor<B, 4> {
-        let added_bhpn = (self.u_bhqp.clone() * self.exit_bhq1()).swap_dims(2, 3).matmul(self.b_bhqn.clone());
+        let added_bhpn = (self.u_bhqp.clone() * self.exit_bhq1()).swap_dims(2, 3).times(self.b_bhqn.clone());
         state_bhpn * self.keep_bh11() + added_bhpn
     }
 
@@ -264,36 +264,36 @@ impl<B: Backend> Chunk<B> {
     /// i >= t; the carried state read at i >= t; inputs j < t that reach the chunk end; the carried state that does.
     fn backward(&self, dy_bhqp: Tensor<B, 4>, state_bhpn: &Tensor<B, 4>, adjoint_bhpn: Tensor<B, 4>) -> ChunkGrads<B> {
         let (u_bhqp, exit_bhq1, seen_bhqq) = (self.u_bhqp.clone(), self.exit_bhq1(), self.seen_bhqq.clone());
-        let weights_bhqq = dy_bhqp.clone().matmul(u_bhqp.clone().swap_dims(2, 3)) * self.decay_bhqq.clone();
-        let from_end_bhqp = self.b_bhqn.clone().matmul(adjoint_bhpn.clone().swap_dims(2, 3)) * exit_bhq1.clone();
+        let weights_bhqq = dy_bhqp.clone().times(u_bhqp.clone().swap_dims(2, 3)) * self.decay_bhqq.clone();
+        let from_end_bhqp = self.b_bhqn.clone().times(adjoint_bhpn.clone().swap_dims(2, 3)) * exit_bhq1.clone();
         let carried_dy_bhqp = dy_bhqp.clone() * self.entry_bhq1.clone();
-        let from_state_bhqn = carried_dy_bhqp.clone().matmul(state_bhpn.clone());
+        let from_state_bhqn = carried_dy_bhqp.clone().times(state_bhpn.clone());
 
         let eye = Tensor::<B, 2>::eye(self.len, &u_bhqp.device())
             .cast(u_bhqp.dtype())
             .unsqueeze::<4>();
         let earlier_bhqq = seen_bhqq.clone() - eye;
-        let inside_bhqq = weights_bhqq.clone() * self.c_bhqn.clone().matmul(self.b_bhqn.clone().swap_dims(2, 3));
-        let crossing_bhqq = inside_bhqq.matmul(earlier_bhqq.clone().swap_dims(2, 3)) * seen_bhqq.clone();
+        let inside_bhqq = weights_bhqq.clone() * self.c_bhqn.clone().times(self.b_bhqn.clone().swap_dims(2, 3));
+        let crossing_bhqq = inside_bhqq.times(earlier_bhqq.clone().swap_dims(2, 3)) * seen_bhqq.clone();
         let entered_bhq1 = (from_state_bhqn.clone() * self.c_bhqn.clone()).sum_dim(3);
         let leaving_bhq1 = (from_end_bhqp.clone() * u_bhqp.clone()).sum_dim(3);
         let through_bh11 = (adjoint_bhpn.clone() * state_bhpn.clone()).sum_dim(3).sum_dim(2) * self.keep_bh11();
         let ds_bhq1 = crossing_bhqq.sum_dim(2).swap_dims(2, 3)
-            + seen_bhqq.swap_dims(2, 3).matmul(entered_bhq1)
-            + earlier_bhqq.matmul(leaving_bhq1)
+            + seen_bhqq.swap_dims(2, 3).times(entered_bhq1)
+            + earlier_bhqq.times(leaving_bhq1)
             + through_bh11;
         ChunkGrads {
-            u_bhqp: self.mixing_bhqq().swap_dims(2, 3).matmul(dy_bhqp) + from_end_bhqp,
-            b_bhqn: weights_bhqq.clone().swap_dims(2, 3).matmul(self.c_bhqn.clone()) + (u_bhqp * exit_bhq1).matmul(adjoint_bhpn.clone()),
-            c_bhqn: weights_bhqq.matmul(self.b_bhqn.clone()) + from_state_bhqn,
+            u_bhqp: self.mixing_bhqq().swap_dims(2, 3).times(dy_bhqp) + from_end_bhqp,
+            b_bhqn: weights_bhqq.clone().swap_dims(2, 3).times(self.c_bhqn.clone()) + (u_bhqp * exit_bhq1).times(adjoint_bhpn.clone()),
+            c_bhqn: weights_bhqq.times(self.b_bhqn.clone()) + from_state_bhqn,
             s_bhq: ds_bhq1.squeeze_dim::<3>(3),
-            adjoint_bhpn: adjoint_bhpn * self.keep_bh11() + carried_dy_bhqp.swap_dims(2, 3).matmul(self.c_bhqn.clone()),
+            adjoint_bhpn: adjoint_bhpn * self.keep_bh11() + carried_dy_bhqp.swap_dims(2, 3).times(self.c_bhqn.clone()),
         }
     }
 }
 
 /// `[B, S, G, N]` to `[B, H, S, N]`; consecutive heads share a group.
-fn repeat_groups<B: Backend>(value_bsgn: Tensor<B, 4>, heads: usize) -> Tensor<B, 4> {
+fn repeat_groups<B: MoeBackend>(value_bsgn: Tensor<B, 4>, heads: usize) -> Tensor<B, 4> {
     let [b, s, groups, n] = value_bsgn.dims();
     let repeat = heads / groups;
     let grouped = value_bsgn.swap_dims(1, 2).unsqueeze_dim::<5>(2);

@@ -9,7 +9,7 @@ use burn_ep_backend::EpBackend;
 use burn_ep_backend::kernels::dense::route::{Fp32Products, Route, set_fp32_products, with_route};
 use burn_ep_backend::kernels::vendor::cublaslt;
 
-use crate::support::{Cpu, Gpu, close, compare, float, host, poison};
+use crate::support::{Cpu, FusedGpu, Gpu, close, compare, float, host, poison};
 
 type EpGpu = EpBackend<Gpu>;
 type EpCpu = EpBackend<Cpu>;
@@ -68,7 +68,8 @@ fn product<B: AutodiffBackend, const D: usize>(shapes: [[usize; D]; 2], layouts:
     vec![host(out), host(a.grad(&grads).expect("lhs")), host(b.grad(&grads).expect("rhs"))]
 }
 
-const ROUTES: [Route; 3] = [Route::CublasLt, Route::Hopper, Route::Burn];
+/// Burn's own kernel is left out: its autotuning may leave the device in an error state that fails every later test.
+const ROUTES: [Route; 2] = [Route::CublasLt, Route::Hopper];
 
 fn check<const D: usize>(shapes: [[usize; D]; 2], layouts: [Layout; 2], dtype: FloatDType) {
     let exact = product::<EpCpu, D>(shapes, layouts, F32);
@@ -199,6 +200,40 @@ fn linear_with_and_without_bias() {
     }
 }
 
+#[test]
+fn products_of_nothing_and_in_f64() {
+    let device = Default::default();
+    let zeros = Tensor::<EpGpu, 2>::zeros([3, 0], &device).matmul(Tensor::zeros([0, 5], &device));
+    assert_eq!(host(zeros), vec![0.0; 15]);
+    let shapes = [[40, 24], [24, 56]];
+    let exact = product::<EpCpu, 2>(shapes, [Dense, Swapped], F32);
+    close("f64", product::<EpGpu, 2>(shapes, [Dense, Swapped], FloatDType::F64), exact, 1e-6);
+}
+
+#[test]
+fn products_under_fusion() {
+    let cases = [
+        ([[1, 136, 200], [1, 200, 72]], [Dense, Swapped]),
+        ([[3, 136, 200], [1, 200, 72]], [Swapped, Dense]),
+    ];
+    for (shapes, layouts) in cases {
+        let exact = product::<EpCpu, 3>(shapes, layouts, F32);
+        let plain = product::<EpCpu, 3>(shapes, layouts, BF16);
+        let found = product::<EpBackend<FusedGpu>, 3>(shapes, layouts, BF16);
+        compare(&format!("fused {shapes:?} {layouts:?}"), found, exact, plain);
+    }
+    let (exact, plain) = (linear_case::<EpCpu>(true, F32), linear_case::<EpCpu>(true, BF16));
+    compare("fused linear", linear_case::<EpBackend<FusedGpu>>(true, BF16), exact, plain);
+}
+
+/// More outer batches than library calls: the operands are made dense.
+#[test]
+fn products_with_many_uneven_batches() {
+    check([[70, 3, 8, 16], [70, 1, 16, 8]], [Dense, Dense], BF16);
+    check([[70, 3, 8, 16], [1, 3, 16, 8]], [Heads, Dense], BF16);
+    check([[70, 3, 8, 16], [1, 3, 16, 8]], [Heads, Swapped], BF16);
+}
+
 /// Writes by Burn before and after: the library's stream must wait for the first and be waited for by the second.
 #[test]
 fn the_library_runs_in_order_with_burn() {
@@ -255,9 +290,22 @@ fn matmul_speed() {
         let a = if kind == "tn" { random(k, m).transpose() } else { random(m, k) };
         let b = if kind == "nt" { random(n, k).transpose() } else { random(k, n) };
         let flop = 2.0 * m as f64 * n as f64 * k as f64;
-        let results = ROUTES.map(|route| with_route(route, || tflops::<B>(flop, || a.clone().matmul(b.clone()))));
-        let [lt, hopper, burn] = results;
-        println!("{name:<40} {m:>8} {n:>8} {k:>8}  {lt:>9.0} {hopper:>9.0} {burn:>9.0}");
+        let [lt, hopper] = ROUTES.map(|route| with_route(route, || tflops::<B>(flop, || a.clone().matmul(b.clone()))));
+        println!("{name:<40} {m:>8} {n:>8} {k:>8}  {lt:>9.0} {hopper:>9.0}");
+    }
+}
+
+/// In a process of its own, for the reason at [`ROUTES`].
+#[test]
+#[ignore = "Burn's autotuning takes minutes and may leave the device in an error state; prints TFLOP/s"]
+fn matmul_speed_of_burn() {
+    type B = <EpGpu as AutodiffBackend>::InnerBackend;
+    let device = Default::default();
+    for (name, m, n, k, _) in SPEED.into_iter().filter(|(.., kind)| *kind == "nt") {
+        let [a, b] = [[m, k], [n, k]].map(|shape| Tensor::<B, 2>::ones(shape, &device).cast(BF16));
+        let flop = 2.0 * m as f64 * n as f64 * k as f64;
+        let burn = with_route(Route::Burn, || tflops::<B>(flop, || a.clone().matmul(b.clone().transpose())));
+        println!("{name:<40} {m:>8} {n:>8} {k:>8}  {burn:>9.0}");
     }
 }
 

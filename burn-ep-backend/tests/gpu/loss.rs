@@ -7,7 +7,7 @@ use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use burn_ep_backend::{CrossEntropyDesc, MoeBackend, ops::linear_cross_entropy};
 
-use crate::support::{Cpu, Gpu, close, compare, float, host, poison};
+use crate::support::{Cpu, FusedGpu, Gpu, close, compare, float, host, poison};
 
 /// Rows, width, vocabulary, chunk.
 type Case = (usize, usize, usize, usize);
@@ -101,6 +101,13 @@ fn a_vocabulary_of_152k() {
     let exact = loss::<Cpu>(case, Inputs::Plain, F32);
     let plain = loss::<Cpu>(case, Inputs::Plain, BF16);
     compare("loss 152k", loss::<Gpu>(case, Inputs::Plain, BF16), exact, plain);
+}
+
+#[test]
+fn the_loss_under_fusion() {
+    let case = (130, 96, 333, 64);
+    let found = loss::<FusedGpu>(case, Inputs::Plain, BF16);
+    assert_eq!(found, loss::<Gpu>(case, Inputs::Plain, BF16));
 }
 
 #[test]

@@ -6,6 +6,8 @@ use burn_flex::Flex;
 use cubecl::cuda::CudaRuntime;
 
 pub type Gpu = burn::backend::Autodiff<CubeBackend<CudaRuntime, f32, i32, u8>>;
+/// The same under Burn's fusion layer, which runs lazily.
+pub type FusedGpu = burn::backend::Autodiff<burn_fusion::Fusion<CubeBackend<CudaRuntime, f32, i32, u8>>>;
 pub type Cpu = burn::backend::Autodiff<Flex>;
 
 /// Root mean square below which errors count as absolute: inputs have variance one, so an output under it is what cancellation

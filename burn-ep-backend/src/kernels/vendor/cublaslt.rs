@@ -198,8 +198,11 @@ fn multiply(
 ) -> Result<(), String> {
     let address = |place: Place| pointers[place.buffer] + place.offset as u64;
     let (a, b, c) = (address(call.a), address(call.b), address(call.c));
-    let (alpha, beta) = (1f32, if call.product.accumulate { 1f32 } else { 0f32 });
-    let scalar = |value: &f32| std::ptr::from_ref(value).cast::<c_void>();
+    let f64s = call.product.dtype == DType::F64;
+    // alpha and beta are fp32, for f64 products f64: the library reads as many bytes as it needs
+    let bits = |value: f32| if f64s { f64::from(value).to_ne_bytes() } else { f32_bytes(value) };
+    let (alpha, beta) = (bits(1.0), bits(if call.product.accumulate { 1.0 } else { 0.0 }));
+    let scalar = |value: &[u8; 8]| std::ptr::from_ref(value).cast::<c_void>();
     // SAFETY: the descriptors live as long as the process; the buffers are those the caller's product describes and stay
     // allocated until the work is enqueued; alpha and beta are read during the call.
     let status = unsafe {
@@ -233,6 +236,12 @@ fn multiply(
     })
 }
 
+fn f32_bytes(value: f32) -> [u8; 8] {
+    let mut bytes = [0; 8];
+    bytes[..4].copy_from_slice(&value.to_ne_bytes());
+    bytes
+}
+
 use sys::cublasLtMatmulDescAttributes_t as Attribute;
 
 /// # Safety
@@ -244,19 +253,20 @@ unsafe fn set<T>(desc: sys::cublasLtMatmulDesc_t, attribute: Attribute, value: &
 }
 
 fn new_plan(handle: sys::cublasLtHandle_t, product: &Product) -> Result<Plan, String> {
-    use sys::cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32};
+    use sys::cublasComputeType_t::{CUBLAS_COMPUTE_32F, CUBLAS_COMPUTE_32F_FAST_TF32, CUBLAS_COMPUTE_64F};
     use sys::cublasLtMatmulPreferenceAttributes_t as Preference;
 
     let data = match product.dtype {
         DType::BF16 => sys::cudaDataType::CUDA_R_16BF,
         DType::F16 => sys::cudaDataType::CUDA_R_16F,
         DType::F32 => sys::cudaDataType::CUDA_R_32F,
-        other => return Err(format!("dtype {other:?}, expected bf16, fp16 or fp32")),
+        DType::F64 => sys::cudaDataType::CUDA_R_64F,
+        other => return Err(format!("dtype {other:?}, expected bf16, fp16, fp32 or f64")),
     };
-    let compute = if product.dtype == DType::F32 && product.tf32 {
-        CUBLAS_COMPUTE_32F_FAST_TF32
-    } else {
-        CUBLAS_COMPUTE_32F
+    let (compute, scale) = match product.dtype {
+        DType::F64 => (CUBLAS_COMPUTE_64F, sys::cudaDataType::CUDA_R_64F),
+        DType::F32 if product.tf32 => (CUBLAS_COMPUTE_32F_FAST_TF32, sys::cudaDataType::CUDA_R_32F),
+        _ => (CUBLAS_COMPUTE_32F, sys::cudaDataType::CUDA_R_32F),
     };
     let layout = |rows: usize, cols: usize, stored: MatrixLayout| {
         // Row-major [rows, cols] is column-major [cols, rows].
@@ -266,7 +276,7 @@ fn new_plan(handle: sys::cublasLtHandle_t, product: &Product) -> Result<Plan, St
     let first = layout(product.k, product.n, product.b)?;
     let second = layout(product.m, product.k, product.a)?;
     let out = layout(product.m, product.n, product.c)?;
-    let desc = lt::create_matmul_desc(compute, sys::cudaDataType::CUDA_R_32F).map_err(failed("descriptor"))?;
+    let desc = lt::create_matmul_desc(compute, scale).map_err(failed("descriptor"))?;
     let preference = lt::create_matmul_pref().map_err(failed("preference"))?;
     // cublasOperation_t: 0 takes the matrix as it is, 1 its transpose.
     let operation = |stored: MatrixLayout| i32::from(stored.transposed);

@@ -19,10 +19,10 @@ pub struct MatrixLayout {
     pub alignment: usize,
 }
 
-/// `C[b] = A[b] · B[b]`, A `[M, K]`, B `[K, N]`, C `[M, N]` row-major, sums in fp32. The key of the algorithm cache.
+/// `C[b] = A[b] · B[b]`, A `[M, K]`, B `[K, N]`, C `[M, N]` row-major, sums in fp32 (f64 for f64). The key of the algorithm cache.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub struct Product {
-    /// Of every matrix: bf16, fp16 or fp32.
+    /// Of every matrix: bf16, fp16, fp32 or f64.
     pub dtype: burn_backend::DType,
     /// fp32 products on tensor cores with operands rounded to 10 bits of mantissa.
     pub tf32: bool,
