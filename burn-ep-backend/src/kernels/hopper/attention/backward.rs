@@ -2,18 +2,19 @@
 
 use burn_backend::DType;
 
-use super::ranges::Ranges;
-use super::{GROUP, Mask, PTX, Shape, TYPES, Tile, WGMMA, buffers, head_map};
+use super::{DEFS, PTX, Tile, WGMMA, head_map};
 use crate::desc::AttentionDesc;
+use crate::kernels::attention::{GROUP, Grads, Mask, Ranges, Saved, Shape, TYPES, buffers, sink_gradient};
 use crate::kernels::raw::{self, CudaTensor, RawKernel, dense};
 
 const SHARED: &str = include_str!("../../../../kernels/hopper/attention_backward.cuh");
 const MAIN: &str = include_str!("../../../../kernels/hopper/attention_backward.cu");
 const ENDS: &str = include_str!("../../../../kernels/hopper/attention_backward_ends.cu");
 
-/// Whether the backward covers a call that the forward covers.
-pub fn supports_backward(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor) -> bool {
-    Shape::of(q, k, v).tile().is_some_and(|tile| tile.dk == tile.dv)
+/// Whether the backward covers such a call too.
+pub fn supports_backward(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor, desc: &AttentionDesc) -> bool {
+    let Shape { dk, dv, .. } = Shape::of(q, k, v);
+    super::supports(q, k, v, desc) && Tile::of(dk, dv).is_some_and(|tile| tile.dk == tile.dv)
 }
 
 /// The kernels of one backward.
@@ -21,7 +22,6 @@ struct Kernels {
     prepare: RawKernel,
     main: RawKernel,
     finish: RawKernel,
-    sink: RawKernel,
 }
 
 impl Kernels {
@@ -31,8 +31,8 @@ impl Kernels {
         let defines = format!(
             "#define QSTAGES {q_stages}\n#define STAGES {stages}\n#define BULK {bulk}\n#define REGS_LOAD {load}\n#define REGS_MATH {math}\n"
         );
-        let main = [&tile.defines(masked, elem), &defines, TYPES, PTX, WGMMA, SHARED, MAIN].concat();
-        let ends = [&tile.defines(false, elem), TYPES, PTX, SHARED, ENDS].concat();
+        let main = [&tile.defines(masked, elem), &defines, TYPES, DEFS, PTX, WGMMA, SHARED, MAIN].concat();
+        let ends = [&tile.defines(false, elem), TYPES, DEFS, PTX, SHARED, ENDS].concat();
         let smem = 4 * 128 * head_dim
             + (q_stages + stages) * (GROUP * head_dim * 2 + 256 + 16)
             + 32_768
@@ -42,40 +42,26 @@ impl Kernels {
         Self {
             prepare: RawKernel::new(ends.clone(), "attn_bwd_pre", 256, 0),
             main: RawKernel::new(main, "attn_bwd", 384, smem),
-            finish: RawKernel::new(ends.clone(), "attn_bwd_post", 128, 0),
-            sink: RawKernel::new(ends, "attn_bwd_sink", 256, 0),
+            finish: RawKernel::new(ends, "attn_bwd_post", 128, 0),
         }
     }
 }
 
-/// What the forward took and gave.
-pub struct Saved {
-    pub q: CudaTensor,
-    pub k: CudaTensor,
-    pub v: CudaTensor,
-    /// fp32 `[H]`.
-    pub sink: Option<CudaTensor>,
-    pub out: CudaTensor,
-    pub lse: CudaTensor,
-}
-
-/// Gradients of q, k, v and, in fp32, of the sink.
-pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDesc) -> ([CudaTensor; 3], Option<CudaTensor>) {
+/// See [`crate::kernels::attention::backward`].
+pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDesc) -> Grads {
     let (q, k, v) = (raw::mappable(saved.q), raw::mappable(saved.k), raw::mappable(saved.v));
     let (grad, out, lse, sink) = (dense(grad), dense(saved.out), dense(saved.lse), saved.sink.map(dense));
     let shape = Shape::of(&q, &k, &v);
-    let tile = shape.tile().expect("sizes that `supports_backward` let pass");
+    let tile = Tile::of(shape.dk, shape.dv).expect("sizes that `supports_backward` let pass");
     let client = &q.client;
     let [q_groups, kv_groups] = shape.groups();
     let rows = shape.batch * shape.heads * q_groups * GROUP;
     // fp32 sums of dQ, dK, dV, tile by tile
     let sums = shape.batch * (shape.heads * q_groups + 2 * shape.kv_heads * kv_groups) * GROUP * tile.dk;
     let [neg_lse, delta, workspace, counter] = buffers(&q, [rows * 4, rows * 4, sums * 4, 16]);
-    let query = |dim| [shape.batch, shape.sq, shape.heads, dim];
-    let key = |dim| [shape.batch, shape.skv, shape.kv_heads, dim];
-    let grads = [query(shape.dk), key(shape.dk), key(shape.dv)].map(|dims| raw::empty(&q, &dims, shape.elem));
+    let grads = [shape.query(shape.dk), shape.key(shape.dk), shape.key(shape.dv)].map(|dims| raw::empty(&q, &dims, shape.elem));
     let scalars = shape.scalars(mask, sink.is_some(), desc, sums / 4);
-    let ranges = Ranges::new(&q, &shape, mask, desc, &scalars);
+    let ranges = Ranges::unless_causal(&q, &shape, mask, desc, &scalars);
     let kernels = Kernels::new(tile, ranges.is_some(), shape.elem);
     let processors = raw::multiprocessors(client);
 
@@ -87,16 +73,11 @@ pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDes
     buffers.extend(ranges.iter().flat_map(Ranges::all));
     kernels.main.launch(client, processors, maps, &buffers, scalars.clone());
 
-    let grad_sink = sink.map(|sink| {
-        let grad_sink = raw::empty(&q, &[shape.heads], DType::F32);
-        let buffers = [&neg_lse, &delta, &sink.handle, &grad_sink.handle];
-        kernels.sink.launch(client, shape.heads as u32, vec![], &buffers, scalars.clone());
-        grad_sink
-    });
     let [grad_q, grad_k, grad_v] = &grads;
     let buffers = [&workspace, &grad_q.handle, &grad_k.handle, &grad_v.handle];
     let grid = shape.batch * q_groups.max(kv_groups) * (shape.heads + 2 * shape.kv_heads);
-    kernels.finish.launch(client, grid as u32, vec![], &buffers, scalars);
+    kernels.finish.launch(client, grid as u32, vec![], &buffers, scalars.clone());
+    let grad_sink = sink.map(|sink| sink_gradient(&sink, &neg_lse, &delta, &shape, scalars));
     (grads, grad_sink)
 }
 

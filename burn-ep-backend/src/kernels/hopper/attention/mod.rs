@@ -6,86 +6,20 @@
 //! reproducible to the last bit.
 
 mod backward;
-mod ranges;
 
-pub use backward::{Saved, backward, supports_backward};
+pub use backward::{backward, supports_backward};
 
-use burn_backend::{DType, TensorMetadata};
-use cubecl::server::{Handle, TensorMapBinding};
+use burn_backend::DType;
+use cubecl::server::TensorMapBinding;
 
-use self::ranges::Ranges;
-use super::super::attention::Mask;
+use super::super::attention::{BLOCK, Mask, Ranges, Shape, TYPES};
 use super::super::raw::{self, CudaTensor, MapElem, RawKernel, dense};
 use crate::desc::AttentionDesc;
 
-const TYPES: &str = include_str!("../../../../kernels/hopper/attention.cuh");
+const DEFS: &str = include_str!("../../../../kernels/hopper/attention.cuh");
 const PTX: &str = include_str!("../../../../kernels/hopper/attention_ptx.cuh");
 const WGMMA: &str = include_str!("../../../../kernels/hopper/attention_wgmma.cuh");
 const FORWARD: &str = include_str!("../../../../kernels/hopper/attention_forward.cu");
-/// Query rows that share one entry in the tables of [`Ranges`], and rows of a tile in the backward workspaces.
-const GROUP: usize = 64;
-/// Keys per block.
-const BLOCK: usize = 128;
-
-/// Sizes of one call.
-#[derive(Clone, Copy, Debug)]
-struct Shape {
-    batch: usize,
-    sq: usize,
-    skv: usize,
-    heads: usize,
-    kv_heads: usize,
-    dk: usize,
-    dv: usize,
-    elem: DType,
-}
-
-impl Shape {
-    fn of(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor) -> Self {
-        let [batch, sq, heads, dk] = q.shape().dims::<4>();
-        let [_, skv, kv_heads, _] = k.shape().dims::<4>();
-        let [.., dv] = v.shape().dims::<4>();
-        Self {
-            batch,
-            sq,
-            skv,
-            heads,
-            kv_heads,
-            dk,
-            dv,
-            elem: q.dtype,
-        }
-    }
-
-    fn tile(&self) -> Option<Tile> {
-        Tile::of(self.dk, self.dv)
-    }
-
-    /// 64-row groups of the queries and of the keys of one batch row.
-    fn groups(&self) -> [usize; 2] {
-        [self.sq.div_ceil(GROUP), self.skv.div_ceil(GROUP)]
-    }
-
-    /// The by-value struct `Info` of the kernels.
-    fn scalars(&self, mask: &Mask, sink: bool, desc: &AttentionDesc, zeros: usize) -> Vec<u64> {
-        vec![
-            self.batch as u64,
-            self.sq as u64,
-            self.skv as u64,
-            self.heads as u64,
-            self.kv_heads as u64,
-            self.dk as u64,
-            self.dv as u64,
-            u64::from(desc.scale.to_bits()),
-            u64::from(desc.causal),
-            desc.window.map_or(0, |window| window.min(self.skv)) as u64,
-            u64::from(mask.doc_start.is_some()),
-            mask.key_visible.as_ref().map_or(0, |keys| keys.dtype.size()) as u64,
-            u64::from(sink),
-            zeros as u64,
-        ]
-    }
-}
 
 /// Head sizes of a tile, at least those of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -114,14 +48,10 @@ impl Tile {
     }
 }
 
-/// Whether the forward kernel covers this call on a device that has wgmma.
+/// Whether the forward kernel covers a call of filled tensors of one dtype.
 pub fn supports(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor, desc: &AttentionDesc) -> bool {
-    let shape = Shape::of(q, k, v);
-    let half = matches!(q.dtype, DType::BF16 | DType::F16) && k.dtype == q.dtype && v.dtype == q.dtype;
-    let filled = shape.batch > 0 && shape.sq > 0 && shape.skv >= shape.sq;
-    // the tables and the tiles are counted in 32 bits
-    let small = shape.batch * shape.skv.next_multiple_of(BLOCK) * shape.heads < 1 << 31;
-    half && filled && small && desc.scale > 0.0 && shape.heads.is_multiple_of(shape.kv_heads) && shape.tile().is_some()
+    let Shape { dk, dv, elem, .. } = Shape::of(q, k, v);
+    matches!(elem, DType::BF16 | DType::F16) && desc.scale > 0.0 && Tile::of(dk, dv).is_some()
 }
 
 /// Settings of the forward kernel by tile.
@@ -158,7 +88,7 @@ impl Forward {
              #define REGS_LOAD {load}\n#define REGS_MATH {math}\n"
         );
         let smem = q_buffers * warpgroups * 64 * tile.dk * 2 + stages * BLOCK * (tile.dk + tile.dv) * 2 + 32 + 32 * stages;
-        let source = [&tile.defines(masked, elem), &defines, TYPES, PTX, WGMMA, FORWARD].concat();
+        let source = [&tile.defines(masked, elem), &defines, TYPES, DEFS, PTX, WGMMA, FORWARD].concat();
         RawKernel::new(source, "attn_fwd", 128 * (warpgroups as u32 + 1), smem)
     }
 }
@@ -180,11 +110,11 @@ pub fn forward(
 ) -> (CudaTensor, CudaTensor) {
     let (q, k, v, sink) = (raw::mappable(q), raw::mappable(k), raw::mappable(v), sink.map(dense));
     let shape = Shape::of(&q, &k, &v);
-    let tile = shape.tile().expect("sizes that `supports` let pass");
-    let out = raw::empty(&q, &[shape.batch, shape.sq, shape.heads, shape.dv], shape.elem);
+    let tile = Tile::of(shape.dk, shape.dv).expect("sizes that `supports` let pass");
+    let out = raw::empty(&q, &shape.query(shape.dv), shape.elem);
     let lse = raw::empty(&q, &[shape.batch, shape.heads, shape.sq], DType::F32);
     let scalars = shape.scalars(mask, sink.is_some(), desc, 0);
-    let ranges = Ranges::new(&q, &shape, mask, desc, &scalars);
+    let ranges = Ranges::unless_causal(&q, &shape, mask, desc, &scalars);
     let maps = vec![head_map(&q, 64), head_map(&k, BLOCK), head_map(&v, BLOCK), head_map(&out, 16)];
     // without a sink the pointer is not read
     let mut buffers = vec![&lse.handle, sink.as_ref().map_or(&lse.handle, |sink| &sink.handle)];
@@ -197,7 +127,7 @@ pub fn forward(
 /// Every kernel variant of this module in bf16, and some of those in fp16, for compile checks without a GPU.
 #[cfg(test)]
 pub fn variants() -> Vec<RawKernel> {
-    let mut all = vec![ranges::kernel()];
+    let mut all = Vec::new();
     let tiles = [(64, 64), (128, 128), (192, 128)].map(|(dk, dv)| Tile { dk, dv });
     for tile in tiles {
         all.extend([false, true].map(|masked| Forward::kernel(tile, masked, DType::BF16)));
@@ -205,9 +135,4 @@ pub fn variants() -> Vec<RawKernel> {
     all.push(Forward::kernel(tiles[1], true, DType::F16));
     all.extend(backward::variants());
     all
-}
-
-/// Buffers of `bytes` bytes each.
-fn buffers<const N: usize>(like: &CudaTensor, bytes: [usize; N]) -> [Handle; N] {
-    bytes.map(|bytes| like.client.empty(bytes))
 }

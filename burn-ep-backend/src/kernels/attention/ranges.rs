@@ -6,10 +6,10 @@ use super::{BLOCK, GROUP, Mask, Shape, TYPES, buffers};
 use crate::desc::AttentionDesc;
 use crate::kernels::raw::{CudaTensor, RawKernel};
 
-const SOURCE: &str = include_str!("../../../../kernels/hopper/attention_ranges.cu");
+const SOURCE: &str = include_str!("../../../kernels/attention/ranges.cu");
 
-/// The tables that `struct Ranges` in `attention.cuh` describes.
-pub(super) struct Ranges {
+/// The tables that `struct Ranges` in `types.cuh` describes.
+pub(in crate::kernels) struct Ranges {
     /// `[B, Sq]` i32 (rows padded to groups): first key that a query sees, and the one after the last.
     lo: Handle,
     hi: Handle,
@@ -22,13 +22,21 @@ pub(super) struct Ranges {
 }
 
 impl Ranges {
-    /// None if the queries see what causality alone lets them see, which the kernels know by themselves.
-    pub(super) fn new(like: &CudaTensor, shape: &Shape, mask: &Mask, desc: &AttentionDesc, scalars: &[u64]) -> Option<Self> {
+    /// The tables, unless the queries see what causality alone lets them see, which the Hopper kernels know by themselves.
+    pub(in crate::kernels) fn unless_causal(
+        like: &CudaTensor,
+        shape: &Shape,
+        mask: &Mask,
+        desc: &AttentionDesc,
+        scalars: &[u64],
+    ) -> Option<Self> {
         let windowed = desc.window.is_some_and(|window| window < shape.skv);
         let masked = mask.doc_start.is_some() || mask.key_visible.is_some();
-        if desc.causal && shape.sq == shape.skv && !windowed && !masked {
-            return None;
-        }
+        let plain = desc.causal && shape.sq == shape.skv && !windowed && !masked;
+        (!plain).then(|| Self::new(like, shape, mask, scalars))
+    }
+
+    pub(super) fn new(like: &CudaTensor, shape: &Shape, mask: &Mask, scalars: &[u64]) -> Self {
         let groups = shape.batch * shape.groups()[0];
         let blocks = shape.batch * shape.skv.div_ceil(BLOCK);
         let [lo, hi, bounds, steps, keys] = buffers(like, [groups * GROUP * 4, groups * GROUP * 4, groups * 16, blocks * 8, blocks * 16]);
@@ -44,16 +52,16 @@ impl Ranges {
         let (doc, visible) = (handle(&mask.doc_start), handle(&mask.key_visible));
         let outputs = [&doc, &visible, &tables.lo, &tables.hi, &tables.bounds, &tables.steps, &tables.keys];
         kernel().launch(&like.client, shape.batch as u32, vec![], &outputs, scalars.to_vec());
-        Some(tables)
+        tables
     }
 
-    /// What the forward kernel reads, in the order of its parameters.
-    pub(super) fn of_queries(&self) -> [&Handle; 4] {
+    /// What the kernels that walk the keys of a tile of queries read, in the order of their parameters.
+    pub(in crate::kernels) fn of_queries(&self) -> [&Handle; 4] {
         [&self.lo, &self.hi, &self.bounds, &self.keys]
     }
 
-    /// What the backward kernel reads.
-    pub(super) fn all(&self) -> [&Handle; 5] {
+    /// What those that walk the queries of a tile of keys read.
+    pub(in crate::kernels) fn all(&self) -> [&Handle; 5] {
         [&self.lo, &self.hi, &self.bounds, &self.steps, &self.keys]
     }
 }
