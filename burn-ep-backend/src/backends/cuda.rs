@@ -8,7 +8,7 @@ use cubecl::cuda::CudaRuntime;
 
 use crate::backend::*;
 use crate::desc::*;
-use crate::kernels::attention::Mask;
+use crate::kernels::attention::{self, Mask};
 use crate::kernels::cube::{self, rows::Rows};
 use crate::kernels::cuda as plain;
 use crate::kernels::dense;
@@ -157,12 +157,12 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         mask: &AttentionMaskPrim<Self>,
         desc: &AttentionDesc,
     ) -> AttentionPrim<Self> {
-        if hopper::is_hopper(&q) && hopper::attention::supports(&q, &k, &v, desc) {
-            let sink = sink_h.map(|s| Self::float_cast(s, burn_backend::FloatDType::F32));
-            let (out_bshd, lse_bhs) = hopper::attention::forward(q, k, v, sink, &attention_mask(mask), desc);
-            return AttentionPrim { out_bshd, lse_bhs };
+        if !attention::supports(&q, &k, &v) {
+            return reference::attention::attention::<Self>(q, k, v, sink_h, mask, desc);
         }
-        reference::attention::attention::<Self>(q, k, v, sink_h, mask, desc)
+        let sink = sink_h.map(|s| Self::float_cast(s, burn_backend::FloatDType::F32));
+        let (out_bshd, lse_bhs) = attention::forward(q, k, v, sink, &attention_mask(mask), desc);
+        AttentionPrim { out_bshd, lse_bhs }
     }
 
     fn flash_attention_backward(
@@ -175,22 +175,22 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         out: &AttentionPrim<Self>,
         desc: &AttentionDesc,
     ) -> AttentionGrads<Self> {
-        let fits = hopper::is_hopper(&q) && hopper::attention::supports(&q, &k, &v, desc);
-        if fits && hopper::attention::supports_backward(&q, &k, &v) && grad_bshd.dtype == q.dtype {
-            let sink_dtype = sink_h.as_ref().map(|sink| sink.dtype);
-            let saved = hopper::attention::Saved {
-                q,
-                k,
-                v,
-                sink: sink_h.map(|s| Self::float_cast(s, burn_backend::FloatDType::F32)),
-                out: out.out_bshd.clone(),
-                lse: out.lse_bhs.clone(),
-            };
-            let ([q, k, v], sink) = hopper::attention::backward(grad_bshd, saved, &attention_mask(mask), desc);
-            let sink = sink.zip(sink_dtype).map(|(sink, dtype)| Self::float_cast(sink, dtype.into()));
-            return AttentionGrads { q, k, v, sink };
+        if !attention::supports(&q, &k, &v) {
+            return reference::attention::attention_backward::<Self>(grad_bshd, q, k, v, sink_h, mask, out, desc);
         }
-        reference::attention::attention_backward::<Self>(grad_bshd, q, k, v, sink_h, mask, out, desc)
+        let sink_dtype = sink_h.as_ref().map(|sink| sink.dtype);
+        let grad = Self::float_cast(grad_bshd, q.dtype.into());
+        let saved = attention::Saved {
+            q,
+            k,
+            v,
+            sink: sink_h.map(|s| Self::float_cast(s, burn_backend::FloatDType::F32)),
+            out: out.out_bshd.clone(),
+            lse: out.lse_bhs.clone(),
+        };
+        let ([q, k, v], sink) = attention::backward(grad, saved, &attention_mask(mask), desc);
+        let sink = sink.zip(sink_dtype).map(|(sink, dtype)| Self::float_cast(sink, dtype.into()));
+        AttentionGrads { q, k, v, sink }
     }
 
     fn rms_norm(x: FloatTensor<Self>, weight_d: FloatTensor<Self>, desc: &NormDesc) -> FloatTensor<Self> {

@@ -5,6 +5,9 @@
 
 mod adamw;
 mod attention;
+mod attention_case;
+mod attention_portable;
+mod attention_speed;
 mod dense;
 mod embedding;
 mod experts;

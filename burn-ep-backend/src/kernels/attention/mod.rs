@@ -4,7 +4,8 @@
 mod portable;
 mod ranges;
 
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::cell::Cell;
+use std::sync::OnceLock;
 
 use burn_backend::{DType, TensorMetadata};
 use cubecl::server::Handle;
@@ -160,22 +161,30 @@ pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDes
     }
 }
 
-/// 0: not read yet, 1: off, 2: on.
-static DETERMINISTIC: AtomicU8 = AtomicU8::new(0);
-
-/// Whether gradients of attention must be the same to the last bit in every run: `BURN_EP_DETERMINISTIC=1`, or what
-/// [`set_deterministic`] said. The portable backward then replaces the faster one of Hopper, which sums by atomics.
-pub fn deterministic() -> bool {
-    if DETERMINISTIC.load(Ordering::Relaxed) == 0 {
-        let on = std::env::var("BURN_EP_DETERMINISTIC").is_ok_and(|value| value == "1");
-        set_deterministic(on);
-    }
-    DETERMINISTIC.load(Ordering::Relaxed) == 2
+thread_local! {
+    /// None: what the environment says.
+    static DETERMINISTIC: Cell<Option<bool>> = const { Cell::new(None) };
 }
 
-/// See [`deterministic`]; for the whole process.
-pub fn set_deterministic(on: bool) {
-    DETERMINISTIC.store(1 + u8::from(on), Ordering::Relaxed);
+/// Whether the gradients of attention must be the same to the last bit in every run: `BURN_MOE_DETERMINISTIC=1`, or what
+/// [`with_deterministic`] says. The portable backward then replaces that of Hopper, which is faster but sums by atomics.
+pub fn deterministic() -> bool {
+    static SET: OnceLock<bool> = OnceLock::new();
+    let set = || *SET.get_or_init(|| std::env::var("BURN_MOE_DETERMINISTIC").is_ok_and(|value| value == "1"));
+    DETERMINISTIC.get().unwrap_or_else(set)
+}
+
+/// Runs `f`, and every backward inside, with [`deterministic`] switched on or off on this thread.
+pub fn with_deterministic<R>(on: bool, f: impl FnOnce() -> R) -> R {
+    /// Puts the previous setting back, also when `f` panics.
+    struct Restore(Option<bool>);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            DETERMINISTIC.set(self.0);
+        }
+    }
+    let _restore = Restore(DETERMINISTIC.replace(Some(on)));
+    f()
 }
 
 fn sink_kernel() -> RawKernel {

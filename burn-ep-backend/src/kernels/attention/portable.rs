@@ -30,13 +30,7 @@ impl Tile {
     fn new(dk: usize, dv: usize, elem: DType, limit: usize) -> Option<Self> {
         let typed = matches!(elem, DType::F32 | DType::BF16 | DType::F16);
         let sized = (1..=256).contains(&dk) && (1..=256).contains(&dv);
-        let tiles = [(4, 32), (2, 32), (2, 16), (1, 16)].map(|(warps, step)| Self {
-            dk,
-            dv,
-            elem,
-            warps,
-            step,
-        });
+        let tiles = [(4, 32), (2, 32), (2, 16), (1, 16)].map(|(warps, step)| Self { dk, dv, elem, warps, step });
         let fitting = tiles.into_iter().find(|tile| tile.shared_memory() <= limit.min(SHARED_MEMORY));
         fitting.filter(|_| typed && sized)
     }
@@ -51,7 +45,11 @@ impl Tile {
         let size = self.elem.size();
         let columns = |dim: usize| dim.next_multiple_of(16) + 16 / size;
         let rows = self.rows() + 2 * self.step;
-        let scratch = if self.elem == DType::F32 { self.rows() * (self.step + 4) * 4 } else { 0 };
+        let scratch = if self.elem == DType::F32 {
+            self.rows() * (self.step + 4) * 4
+        } else {
+            0
+        };
         rows * (columns(self.dk) + columns(self.dv)) * size + scratch + 8 * self.step * 4
     }
 
@@ -61,13 +59,7 @@ impl Tile {
     }
 
     fn kernel(&self, defines: &str, source: &str, entry: &'static str) -> RawKernel {
-        let Self {
-            dk,
-            dv,
-            elem,
-            warps,
-            step,
-        } = self;
+        let Self { dk, dv, elem, warps, step } = self;
         let code = match elem {
             DType::F32 => 0,
             DType::BF16 => 1,
@@ -99,7 +91,13 @@ impl Tile {
     /// One kernel for the gradients of k and v, or one for each where the sums of both do not fit into the registers.
     fn grad_kv(&self) -> Vec<RawKernel> {
         let parts: &[u32] = if self.dk + self.dv > 320 { &[1, 2] } else { &[3] };
-        let kernel = |part| self.kernel(&format!("#define BACKWARD 3\n#define PARTS {part}\n"), BACKWARD, "attn_portable_dkv");
+        let kernel = |part| {
+            self.kernel(
+                &format!("#define BACKWARD 3\n#define PARTS {part}\n"),
+                BACKWARD,
+                "attn_portable_dkv",
+            )
+        };
         parts.iter().map(kernel).collect()
     }
 }
@@ -171,7 +169,12 @@ pub(super) fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &Atten
 /// Kernel variants for compile checks without a GPU.
 #[cfg(test)]
 pub(in crate::kernels) fn variants() -> Vec<RawKernel> {
-    let sizes = [(128, 128, DType::BF16), (192, 128, DType::F16), (256, 256, DType::F32), (3, 5, DType::F32)];
+    let sizes = [
+        (128, 128, DType::BF16),
+        (192, 128, DType::F16),
+        (256, 256, DType::F32),
+        (3, 5, DType::F32),
+    ];
     let tiles = sizes.map(|(dk, dv, elem)| Tile::new(dk, dv, elem, usize::MAX).expect("a tile"));
     let mut all = vec![super::ranges::kernel(), super::sink_kernel()];
     for tile in tiles {
