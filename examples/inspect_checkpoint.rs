@@ -9,19 +9,15 @@ use std::path::PathBuf;
 use burn_moe::Error;
 use burn_moe::backend::{Device, Infer};
 use burn_moe::checkpoint::hub::{HubOptions, locate};
-use burn_moe_examples::{log_warnings, say};
+use burn_moe_examples::{asset, log_warnings, say};
 use burn_moe_models::{AutoModelForCausalLm, FromPretrainedOptions};
 use clap::Parser;
-
-/// Shipped with the examples.
-const TINY_MODEL: &str = concat!(env!("CARGO_MANIFEST_DIR"), "/assets/tiny-nemotron-h");
 
 #[derive(Parser)]
 #[command(about = "Print family, parameter counts, mapping and load report of a checkpoint")]
 struct Args {
-    /// Folder, or `org/name` on the Hugging Face Hub.
-    #[arg(default_value = TINY_MODEL, hide_default_value = true)]
-    model: String,
+    /// Folder, or `org/name` on the Hugging Face Hub [default: the tiny Nemotron-H shipped with the examples].
+    model: Option<String>,
     /// Branch, tag or commit on the Hub.
     #[arg(long)]
     revision: Option<String>,
@@ -52,7 +48,10 @@ fn inspect(args: &Args) -> burn_moe::Result<()> {
         progress: true,
         ..HubOptions::default()
     };
-    let dir = locate(&args.model, &hub)?;
+    let dir = match &args.model {
+        Some(model) => locate(model, &hub)?,
+        None => asset("tiny-nemotron-h"),
+    };
     let (config, report) = AutoModelForCausalLm::<Infer>::inspect(&dir, &FromPretrainedOptions::default(), &Device::default())?;
 
     say!("family: {} ({})", config.model_type(), config.architecture());

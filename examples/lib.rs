@@ -8,9 +8,12 @@ use burn_moe::{Error, Result};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
 
-/// A file or folder shipped with the examples.
+/// A file or folder shipped with the examples; `BURN_MOE_ASSETS` names their folder where the sources are not at hand.
 pub fn asset(name: &str) -> PathBuf {
-    PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets")).join(name)
+    match std::env::var_os("BURN_MOE_ASSETS") {
+        Some(folder) => PathBuf::from(folder).join(name),
+        None => PathBuf::from(concat!(env!("CARGO_MANIFEST_DIR"), "/assets")).join(name),
+    }
 }
 
 /// Accepts the name of the backend this program was built for; another one needs another build.

@@ -31,6 +31,9 @@ OP_TRAITS = [
 # Methods that go through decorator/routing.rs instead of straight to the wrapped backend.
 ROUTED = {"attention", "embedding", "float_matmul", "linear"}
 
+# Methods that wait for the device: each call is counted.
+READS = {"float_into_data", "int_into_data", "bool_into_data", "q_into_data", "tr_execute"}
+
 # Result structs that are generic over the backend: rebuilt from their public fields, in the order of `new`.
 REBUILT = {
     "MaxPool1dWithIndices": ["output", "indices"],
@@ -155,6 +158,8 @@ def method(signature: str) -> str:
         values.append(inward(argument_name, kind))
     target = f"routing::{name}::<B>" if name in ROUTED else f"B::{name}"
     body = outward(f"{target}({', '.join(values)})", result)
+    if name in READS:
+        body = f"crate::device::note_read(); {body}"
     arrow = f" -> {result}" if result else ""
     return f"    fn {name}{generics or ''}({', '.join(parameters)}){arrow} {{ {body} }}\n"
 

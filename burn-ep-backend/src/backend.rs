@@ -6,12 +6,14 @@
 //! to the host unless its contract says so; the reference of the grouped products does.
 
 use burn_backend::{
-    Backend,
-    tensor::{BoolTensor, FloatTensor, IntTensor},
+    Backend, FloatDType, TensorData,
+    tensor::{BoolTensor, Device, FloatTensor, IntTensor},
 };
 
 use crate::comm::{CommHandle, ExchangePlan};
 use crate::desc::*;
+use crate::device::DeviceMemory;
+use crate::init::InitDesc;
 use crate::reference;
 
 /// Chosen experts of every token.
@@ -394,7 +396,24 @@ pub trait MoeBackend: Backend {
         reference::linear_cross_entropy::linear_cross_entropy::<Self>(hidden_td, weight_vd, labels_t, with_grads, desc)
     }
 
-    /// One AdamW update. `grad_scale [1]` (fp32, e.g. from global-norm clipping) multiplies the gradient.
+    /// Rows per expert `[E]` fp32 of chosen ids `[T, K]`, each weighted by `mask [T]` (fp32; absent: 1). Not differentiable.
+    fn count_experts(ids_tk: IntTensor<Self>, mask_t: Option<FloatTensor<Self>>, num_experts: usize) -> FloatTensor<Self> {
+        reference::count::count_experts::<Self>(ids_tk, mask_t, num_experts)
+    }
+
+    /// Zero, `[1]` fp32, whose gradient for `y` is `grad` (of the same shape and dtype), whatever the gradient of the zero itself is:
+    /// the root of a backward pass that starts in the middle of a model.
+    fn inject_gradient(y: FloatTensor<Self>, _grad: FloatTensor<Self>) -> FloatTensor<Self> {
+        Self::float_zeros([1].into(), &Self::float_device(&y), FloatDType::F32)
+    }
+
+    /// Sum of squares of each tensor, `[n]` fp32 (fp64 when the first is). The same bits on every call.
+    fn squared_norms(tensors: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
+        reference::adamw::squared_norms::<Self>(tensors)
+    }
+
+    /// One AdamW update. `grad_scale [1]` (fp32, e.g. from global-norm clipping) multiplies the gradient; one that is not finite
+    /// leaves everything as it is, so that a bad step needs no answer from the device before it is dropped.
     fn adamw_step(
         state: AdamWPrim<Self>,
         grad: FloatTensor<Self>,
@@ -435,4 +454,28 @@ pub trait MoeBackend: Backend {
     fn scale_by(tensor: FloatTensor<Self>, factor_1: FloatTensor<Self>) -> FloatTensor<Self> {
         reference::scale::scale_by::<Self>(tensor, factor_1)
     }
+
+    // ---- device memory -------------------------------------------------------------------------------------
+
+    /// Process-wide settings of the device, before its first use; later calls do nothing.
+    fn prepare_device(_device: &Device<Self>) {}
+
+    /// A float tensor that stays for the whole run, in the data's dtype. Its rows are dense and its memory is apart from what
+    /// comes and goes.
+    fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {
+        Self::memory_persistent_allocations(device, data, |data| Self::float_from_data(data, device))
+    }
+
+    /// [`MoeBackend::resident_from_data`] of initial values.
+    fn resident_init(desc: &InitDesc, shape: &[usize], dtype: FloatDType, device: &Device<Self>) -> FloatTensor<Self> {
+        Self::resident_from_data(desc.data(shape, dtype), device)
+    }
+
+    /// Memory that this process takes of the device; None where the backend cannot tell.
+    fn device_memory(_device: &Device<Self>) -> Option<DeviceMemory> {
+        None
+    }
+
+    /// Starts the peaks of [`MoeBackend::device_memory`] anew.
+    fn reset_peak_memory(_device: &Device<Self>) {}
 }

@@ -17,8 +17,10 @@ mod backends;
 pub mod comm;
 mod decorator;
 mod desc;
+mod device;
 mod error;
 mod flex;
+mod init;
 #[cfg(feature = "cuda")]
 pub mod kernels;
 pub mod ops;
@@ -31,4 +33,6 @@ pub use backend::*;
 pub use backends::Cuda;
 pub use decorator::{EpBackend, Routing, with_routing};
 pub use desc::*;
+pub use device::{DeviceMemory, host_reads};
 pub use error::{OpError, Result};
+pub use init::{Init, InitDesc, stream_key};

@@ -153,6 +153,12 @@ pub trait CausalLm<B: MoeBackend>: Module<B> {
         None
     }
 
+    /// Floating-point operations per token of one training step over rows of `seq` tokens (forward and backward, recomputation
+    /// not counted), for speed reports.
+    fn flops_per_token(&self, _seq: usize) -> Option<f64> {
+        None
+    }
+
     /// Logits `[B, S, V]` of the whole model in fp32, for evaluation and tests.
     fn logits(&self, input: &ModelInput<B>) -> Result<Tensor<B, 3>> {
         let [b, s] = input.ids_bs.dims();

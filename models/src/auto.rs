@@ -92,6 +92,10 @@ macro_rules! families {
                 }
             }
 
+            fn flops_per_token(&self, seq: usize) -> Option<f64> {
+                Some(self.config().flops_per_token(seq))
+            }
+
             fn aux_loss(&self) -> Option<AuxLossSettings> {
                 match self {
                     $(Self::$variant(model) => model.aux_loss()),+

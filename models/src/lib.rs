@@ -5,6 +5,7 @@
 //! the files, `init.rs` gives the initial values.
 
 mod auto;
+pub mod benchmark;
 mod counts;
 pub mod deepseek_v3;
 mod family;

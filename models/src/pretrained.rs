@@ -159,7 +159,7 @@ fn open(path: &Path, _options: &FromPretrainedOptions) -> Result<CheckpointSourc
     CheckpointSource::open(path)
 }
 
-fn dtype_name(dtype: FloatDType) -> &'static str {
+pub(crate) fn dtype_name(dtype: FloatDType) -> &'static str {
     match dtype {
         FloatDType::F64 => "float64",
         FloatDType::F32 | FloatDType::Flex32 => "float32",

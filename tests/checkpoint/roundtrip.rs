@@ -3,6 +3,7 @@
 use burn::module::{AutodiffModule, ModuleMapper, Param};
 use burn::prelude::*;
 use burn::tensor::DType;
+use burn_ep_backend::MoeBackend;
 use burn_flex::Flex;
 
 use burn_moe::checkpoint::{CheckpointSource, ConfigJson, LoadOptions, SaveOptions, TieState, load, save};
@@ -18,7 +19,7 @@ fn open(folder: &Folder) -> (tempfile::TempDir, CheckpointSource) {
     (dir, source)
 }
 
-fn load_toy<B: Backend>(source: &CheckpointSource, tied: bool, options: &LoadOptions) -> Toy<B> {
+fn load_toy<B: MoeBackend>(source: &CheckpointSource, tied: bool, options: &LoadOptions) -> Toy<B> {
     load(Toy::new(tied, E, &Default::default()), source, &map(), options).unwrap().0
 }
 

@@ -2,6 +2,10 @@
 //!
 //! fp32: logits, loss and auxiliary loss to 1e-5, every gradient to 1e-4 (norm of the difference over the norm), equal
 //! experts, two optimizer steps. bf16: by the low-precision rule, see [`check_bf16`].
+//!
+//! On CUDA the fp32 tolerances are ten times wider: sums over thousands of terms run in another order and with fused
+//! multiply-adds, exponentials are the device's, and products may be chosen by tuning, so that a repeated pass is equal only up to
+//! that. It is still fp32 throughout (TF32 would be off by 1e-3).
 
 use std::collections::BTreeMap;
 
@@ -15,11 +19,15 @@ use burn_moe::train::Recompute;
 use burn_moe_tests::fixture::{Fixture, HostTensor, Run, relative_error};
 use burn_moe_tests::fixture_model::{Model, adamw, gradients, logits, open, parameters, pass, path_of};
 
+/// Widens the tolerances on CUDA, see above.
+const DEVICE: f64 = if cfg!(feature = "cuda") { 10.0 } else { 1.0 };
 /// Relative tolerance of logits and losses, and of gradients.
-const VALUE: f64 = 1e-5;
-const GRADIENT: f64 = 1e-4;
+const VALUE: f64 = 1e-5 * DEVICE;
+const GRADIENT: f64 = 1e-4 * DEVICE;
 /// Of what two optimizer steps change: about one rounding of the parameters.
-const CHANGE: f64 = 1e-3;
+const CHANGE: f64 = 1e-3 * DEVICE;
+/// Of a pass that is run again with recomputation: equal bits on the CPU.
+const AGAIN: f64 = if cfg!(feature = "cuda") { VALUE } else { 0.0 };
 
 /// Checks the fp32 runs of a fixture, and the bf16 run if it has one.
 pub fn check(family: &str, case: &str) {
@@ -51,16 +59,30 @@ fn check_fp32(fixture: &Fixture, run: &Run) {
         (found, expected) => panic!("{label}: auxiliary loss {found:?}, expected {expected:?}"),
     }
     let expected = fixture.tensors_under(&format!("{}.grad.", run.name));
+    let mut worst = 0.0f64;
     for (name, found, expected) in pairs(&label, &kept.grads, &expected) {
         assert_eq!(found.shape, expected.shape, "{label}: shape of the gradient of {name}");
         let error = relative_error(&found.values, &expected.values);
+        worst = worst.max(error);
         assert!(error <= GRADIENT, "{label}: gradient of {name} is off by {error:.2e}");
     }
+    println!("{label}: largest error of a gradient {worst:.2e}");
 
     for recompute in [Recompute::All, Recompute::KeepEvery(2)] {
         let again = pass(&model, fixture, recompute);
-        assert_eq!(again.loss, kept.loss, "{label}: loss with {recompute:?}");
-        assert_eq!(again.grads, kept.grads, "{label}: gradients with {recompute:?}");
+        close(&format!("{label}: loss with {recompute:?}"), again.loss, kept.loss, AGAIN);
+        assert_eq!(
+            again.grads.keys().collect::<Vec<_>>(),
+            kept.grads.keys().collect::<Vec<_>>(),
+            "{label}: {recompute:?}"
+        );
+        for (name, grad) in &again.grads {
+            let error = relative_error(&grad.values, &kept.grads[name].values);
+            assert!(
+                error <= AGAIN,
+                "{label}: gradient of {name} with {recompute:?} differs by {error:.2e}"
+            );
+        }
     }
     check_training(fixture, run, &label, model);
 }
@@ -231,6 +253,7 @@ fn close_logits(label: &str, batch: &HostBatch, found: &[f32], expected: &[f32])
     };
     let (found, expected) = (real(found), real(expected));
     let error = relative_error(&found, &expected);
+    println!("{label}: error of the logits {error:.2e}");
     assert!(error <= VALUE, "{label}: logits are off by {error:.2e}");
     let largest = expected.iter().fold(0.0f32, |max, v| max.max(v.abs()));
     let difference = found.iter().zip(&expected).fold(0.0f32, |max, (a, b)| max.max((a - b).abs()));

@@ -66,9 +66,20 @@ pub struct Fixture {
     tensors: BTreeMap<String, HostTensor>,
 }
 
-/// The folder `tests/fixtures`.
+/// The folder `tests/fixtures`, or `BURN_MOE_FIXTURES` where the tests run without the sources.
 pub fn root() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures")
+    match std::env::var_os("BURN_MOE_FIXTURES") {
+        Some(folder) => folder.into(),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures"),
+    }
+}
+
+/// A file or folder of the examples; `BURN_MOE_ASSETS` replaces the folder.
+pub fn asset(name: &str) -> PathBuf {
+    match std::env::var_os("BURN_MOE_ASSETS") {
+        Some(folder) => PathBuf::from(folder).join(name),
+        None => Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/assets").join(name),
+    }
 }
 
 /// Names of the fixtures of a family, sorted. Panics when there are none, so that a moved folder is noticed.

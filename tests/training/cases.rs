@@ -305,6 +305,10 @@ fn reports_count_experts_over_the_whole_step() {
     assert_eq!(load.counts.iter().sum::<f64>(), 28.0);
 }
 
+fn floats(bytes: &[u8]) -> impl Iterator<Item = f32> {
+    bytes.as_chunks().0.iter().map(|bytes| f32::from_le_bytes(*bytes))
+}
+
 // burn#3581
 #[test]
 fn two_ranks_with_the_same_batch_train_like_one() {
@@ -342,7 +346,12 @@ fn two_ranks_with_the_same_batch_train_like_one() {
             assert!((rank.loss - one.loss).abs() < 1e-6 * one.loss, "{rank} / {one}");
             assert!((rank.grad_norm - one.grad_norm).abs() < 1e-5 * one.grad_norm, "{rank} / {one}");
         }
-        // Halves add up exactly in binary, so the weights are the same to the bit.
-        assert_eq!(rank_weights, weights);
+        // One rank forms the clipping factor on the device in fp32, a group on the host in double precision.
+        for ((name, found), (expected_name, expected)) in rank_weights.iter().zip(&weights) {
+            assert_eq!((name, found.len()), (expected_name, expected.len()));
+            for (found, expected) in floats(found).zip(floats(expected)) {
+                assert!((found - expected).abs() <= 1e-6, "{name}: {found} {expected}");
+            }
+        }
     }
 }

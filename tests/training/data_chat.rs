@@ -1,7 +1,7 @@
 //! Chat templates against transformers: text, tokens and assistant masks of `fixtures/chat/expected.json`.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 
 use burn_moe::batch::IGNORE_INDEX;
 use burn_moe::data::{ChatTemplate, Conversation, RenderOptions, Tokenizer};
@@ -28,7 +28,7 @@ struct Case {
 }
 
 pub fn fixtures() -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("fixtures/chat")
+    burn_moe_tests::fixture::root().join("chat")
 }
 
 pub fn tokenizer() -> Tokenizer {

@@ -1,6 +1,6 @@
 //! The main path as a library call, on the shipped assets: checkpoint in, training, checkpoint out.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use burn_moe::backend::{Device, Infer};
 use burn_moe::batch::HostBatch;
@@ -9,10 +9,7 @@ use burn_moe::model::CausalLm;
 use burn_moe::train::{Interrupt, RunEnd, Schedule, TrainerConfig};
 use burn_moe_models::finetune::{Event, Finetune, FinetuneConfig, FinetuneReport};
 use burn_moe_models::{AutoModelForCausalLm, FromPretrainedOptions};
-
-fn asset(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/assets").join(name)
-}
+use burn_moe_tests::fixture::asset;
 
 fn config(output: &Path) -> FinetuneConfig {
     FinetuneConfig {

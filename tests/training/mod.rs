@@ -3,6 +3,7 @@
 mod cases;
 mod data;
 mod data_chat;
+mod device;
 mod finetune;
 mod learner;
 mod optimizer;

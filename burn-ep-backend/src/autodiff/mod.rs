@@ -10,6 +10,7 @@ pub mod exchange;
 pub mod expert_mlp;
 pub mod gated_rms_norm;
 pub mod grouped_matmul;
+pub mod inject;
 pub mod linear_cross_entropy;
 pub mod matmul;
 pub mod permute;
@@ -19,11 +20,14 @@ pub mod route;
 pub mod ssd_scan;
 
 use burn_autodiff::{Autodiff, checkpoint::strategy::CheckpointStrategy};
-use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_backend::tensor::{Device, FloatTensor, IntTensor};
+use burn_backend::{AutodiffBackend, FloatDType, TensorData};
 
 use crate::backend::*;
 use crate::comm::{CommHandle, ExchangePlan};
 use crate::desc::*;
+use crate::device::DeviceMemory;
+use crate::init::InitDesc;
 
 // Int and bool primitives of `Autodiff<B>` are those of B, so masks and orders convert by moving their fields.
 pub(crate) fn inner_order<B: MoeBackend, C: CheckpointStrategy>(order: &ExpertOrderPrim<Autodiff<B, C>>) -> ExpertOrderPrim<B> {
@@ -189,5 +193,33 @@ impl<B: MoeBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
 
     fn routed_embedding(table_vd: FloatTensor<Self>, ids_bs: IntTensor<Self>) -> FloatTensor<Self> {
         embedding::embedding::<B, C>(table_vd, ids_bs)
+    }
+
+    fn count_experts(ids_tk: IntTensor<Self>, mask_t: Option<FloatTensor<Self>>, num_experts: usize) -> FloatTensor<Self> {
+        Self::from_inner(B::count_experts(ids_tk, mask_t.map(|mask| mask.primitive), num_experts))
+    }
+
+    fn inject_gradient(y: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
+        inject::inject_gradient::<B, C>(y, grad.primitive)
+    }
+
+    fn prepare_device(device: &Device<Self>) {
+        B::prepare_device(device);
+    }
+
+    fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::resident_from_data(data, device))
+    }
+
+    fn resident_init(desc: &InitDesc, shape: &[usize], dtype: FloatDType, device: &Device<Self>) -> FloatTensor<Self> {
+        Self::from_inner(B::resident_init(desc, shape, dtype, device))
+    }
+
+    fn device_memory(device: &Device<Self>) -> Option<DeviceMemory> {
+        B::device_memory(device)
+    }
+
+    fn reset_peak_memory(device: &Device<Self>) {
+        B::reset_peak_memory(device);
     }
 }

@@ -1,20 +1,23 @@
 //! Ops of the CUDA backend: Hopper kernels where they fit, then portable ones, else the reference on Burn's own kernels.
 
-use burn_backend::TensorMetadata;
 use burn_backend::ops::{FloatTensorOps, IntTensorOps, ModuleOps};
-use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_backend::tensor::{Device, FloatTensor, IntTensor};
+use burn_backend::{Backend, FloatDType, TensorData, TensorMetadata};
 use burn_cubecl::{CubeBackend, element::BoolElement, element::FloatElement, element::IntElement};
 use cubecl::cuda::CudaRuntime;
 
 use crate::backend::*;
 use crate::desc::*;
+use crate::device::{self, DeviceMemory};
+use crate::init::InitDesc;
 use crate::kernels::attention::{self, Mask};
 use crate::kernels::cube::{self, rows::Rows};
 use crate::kernels::cuda as plain;
 use crate::kernels::dense;
 use crate::kernels::hopper::{self, gemm::Product};
+use crate::kernels::init::init;
 use crate::kernels::mamba;
-use crate::kernels::raw::CudaTensor;
+use crate::kernels::raw::{self, CudaTensor};
 use crate::reference;
 
 /// CUDA without fusion: the backend whose ops have kernels here. Parameters choose their own dtype; the element types only
@@ -294,6 +297,20 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         mamba::ssd_scan::ssd_scan_backward::<Self>(grad_y, input, desc)
     }
 
+    fn count_experts(ids_tk: IntTensor<Self>, mask_t: Option<FloatTensor<Self>>, num_experts: usize) -> FloatTensor<Self> {
+        if !cube::count::supports(&ids_tk) {
+            return reference::count::count_experts::<Self>(ids_tk, mask_t, num_experts);
+        }
+        cube::count::count(ids_tk, mask_t, num_experts)
+    }
+
+    fn squared_norms(tensors: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
+        if !cube::norm::supports(&tensors) {
+            return reference::adamw::squared_norms::<Self>(tensors);
+        }
+        cube::norm::squared_norms(tensors)
+    }
+
     fn adamw_step(
         state: AdamWPrim<Self>,
         grad: FloatTensor<Self>,
@@ -350,6 +367,27 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
 
     fn scale_by(tensor: FloatTensor<Self>, factor_1: FloatTensor<Self>) -> FloatTensor<Self> {
         plain::cross_entropy::scale(tensor, &factor_1).unwrap_or_else(|tensor| reference::scale::scale_by::<Self>(tensor, factor_1))
+    }
+
+    fn prepare_device(_device: &Device<Self>) {
+        device::cuda::use_one_stream();
+    }
+
+    fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {
+        Self::memory_persistent_allocations(device, data, |data| raw::from_data(data, device))
+    }
+
+    fn resident_init(desc: &InitDesc, shape: &[usize], dtype: FloatDType, device: &Device<Self>) -> FloatTensor<Self> {
+        let drawn = Self::memory_persistent_allocations(device, (), |()| init(desc, shape, dtype, device));
+        drawn.unwrap_or_else(|| Self::resident_from_data(desc.data(shape, dtype), device))
+    }
+
+    fn device_memory(device: &Device<Self>) -> Option<DeviceMemory> {
+        device::cuda::memory(device.index)
+    }
+
+    fn reset_peak_memory(device: &Device<Self>) {
+        device::cuda::reset_peak(device.index);
     }
 }
 

@@ -4,7 +4,7 @@
 use core::fmt;
 use core::marker::PhantomData;
 
-use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_backend::tensor::{Device, FloatTensor, IntTensor};
 use burn_backend::{DType, Shape, TensorMetadata};
 use burn_fusion::stream::{Operation, OperationStreams};
 use burn_fusion::{Fusion, FusionBackend, FusionTensor};
@@ -12,6 +12,7 @@ use burn_ir::{CustomOpIr, HandleContainer, OperationIr, OperationOutput, TensorI
 
 use crate::backend::{CrossEntropyPrim, MoeBackend};
 use crate::desc::CrossEntropyDesc;
+use crate::device::DeviceMemory;
 use crate::kernels::dense::product_shape;
 
 /// A custom operation with a closure as its body.
@@ -149,5 +150,17 @@ impl<B: FusionBackend + MoeBackend> MoeBackend for Fusion<B> {
             vec![B::scale_by(tensor, factor)]
         });
         out
+    }
+
+    fn prepare_device(device: &Device<Self>) {
+        B::prepare_device(device);
+    }
+
+    fn device_memory(device: &Device<Self>) -> Option<DeviceMemory> {
+        B::device_memory(device)
+    }
+
+    fn reset_peak_memory(device: &Device<Self>) {
+        B::reset_peak_memory(device);
     }
 }

@@ -13,6 +13,8 @@
 //! | linear cross entropy | `flex/` | `kernels/cuda/cross_entropy.rs` around cuBLASLt, else reference |
 //! | embedding and its gradient, scaling | Burn, reference | `kernels/cuda/` |
 //! | AdamW | `flex/` | `kernels/cube/adamw.rs` |
+//! | rows per expert, sums of squares | reference | `kernels/cube/{count,norm}.rs` |
+//! | initial values | host | `kernels/init.rs` |
 //! | exchange | reference (host bytes) | reference (host bytes) |
 
 #[cfg(feature = "cuda")]

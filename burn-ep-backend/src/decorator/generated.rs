@@ -18,7 +18,7 @@ impl<B: MoeBackend> FloatTensorOps<Self> for EpBackend<B> {
     fn float_zeros(shape: Shape, device: &Device<Self>, dtype: FloatDType) -> FloatTensor<Self> { B::float_zeros(shape, device, dtype) }
     fn float_ones(shape: Shape, device: &Device<Self>, dtype: FloatDType) -> FloatTensor<Self> { B::float_ones(shape, device, dtype) }
     fn float_full(shape: Shape, fill_value: Scalar, device: &Device<Self>, dtype: FloatDType) -> FloatTensor<Self> { B::float_full(shape, fill_value, device, dtype) }
-    fn float_into_data(tensor: FloatTensor<Self>) -> impl Future<Output = Result<TensorData, ExecutionError>> + Send { B::float_into_data(tensor) }
+    fn float_into_data(tensor: FloatTensor<Self>) -> impl Future<Output = Result<TensorData, ExecutionError>> + Send { crate::device::note_read(); B::float_into_data(tensor) }
     fn float_device(tensor: &FloatTensor<Self>) -> Device<Self> { B::float_device(tensor) }
     fn float_to_device(tensor: FloatTensor<Self>, device: &Device<Self>) -> FloatTensor<Self> { B::float_to_device(tensor, device) }
     fn float_into_int(tensor: FloatTensor<Self>, out_dtype: IntDType) -> IntTensor<Self> { B::float_into_int(tensor, out_dtype) }
@@ -141,7 +141,7 @@ impl<B: MoeBackend> FloatTensorOps<Self> for EpBackend<B> {
 
 impl<B: MoeBackend> IntTensorOps<Self> for EpBackend<B> {
     fn int_empty(shape: Shape, device: &Device<Self>, dtype: IntDType) -> IntTensor<Self> { B::int_empty(shape, device, dtype) }
-    fn int_into_data(tensor: IntTensor<Self>) -> impl Future<Output = Result<TensorData, ExecutionError>> + Send { B::int_into_data(tensor) }
+    fn int_into_data(tensor: IntTensor<Self>) -> impl Future<Output = Result<TensorData, ExecutionError>> + Send { crate::device::note_read(); B::int_into_data(tensor) }
     fn int_from_data(data: TensorData, device: &Device<Self>) -> IntTensor<Self> { B::int_from_data(data, device) }
     fn int_device(tensor: &IntTensor<Self>) -> Device<Self> { B::int_device(tensor) }
     fn int_to_device(tensor: IntTensor<Self>, device: &Device<Self>) -> IntTensor<Self> { B::int_to_device(tensor, device) }
@@ -250,7 +250,7 @@ impl<B: MoeBackend> BoolTensorOps<Self> for EpBackend<B> {
     fn bool_empty(shape: Shape, device: &Device<Self>, dtype: BoolDType) -> BoolTensor<Self> { B::bool_empty(shape, device, dtype) }
     fn bool_zeros(shape: Shape, device: &Device<Self>, dtype: BoolDType) -> BoolTensor<Self> { B::bool_zeros(shape, device, dtype) }
     fn bool_ones(shape: Shape, device: &Device<Self>, dtype: BoolDType) -> BoolTensor<Self> { B::bool_ones(shape, device, dtype) }
-    fn bool_into_data(tensor: BoolTensor<Self>) -> impl Future<Output = Result<TensorData, ExecutionError>> + Send { B::bool_into_data(tensor) }
+    fn bool_into_data(tensor: BoolTensor<Self>) -> impl Future<Output = Result<TensorData, ExecutionError>> + Send { crate::device::note_read(); B::bool_into_data(tensor) }
     fn bool_from_data(data: TensorData, device: &Device<Self>) -> BoolTensor<Self> { B::bool_from_data(data, device) }
     fn bool_into_int(tensor: BoolTensor<Self>, out_dtype: IntDType) -> IntTensor<Self> { B::bool_into_int(tensor, out_dtype) }
     fn bool_into_float(tensor: BoolTensor<Self>, out_dtype: FloatDType) -> FloatTensor<Self> { B::bool_into_float(tensor, out_dtype) }
@@ -372,7 +372,7 @@ impl<B: MoeBackend> QTensorOps<Self> for EpBackend<B> {
     fn q_device(tensor: &QuantizedTensor<Self>) -> Device<Self> { B::q_device(tensor) }
     fn q_to_device(tensor: QuantizedTensor<Self>, device: &Device<Self>) -> QuantizedTensor<Self> { B::q_to_device(tensor, device) }
     fn q_reshape(tensor: QuantizedTensor<Self>, shape: Shape) -> QuantizedTensor<Self> { B::q_reshape(tensor, shape) }
-    fn q_into_data(tensor: QuantizedTensor<Self>) -> impl Future<Output = Result<TensorData, ExecutionError>> + Send { B::q_into_data(tensor) }
+    fn q_into_data(tensor: QuantizedTensor<Self>) -> impl Future<Output = Result<TensorData, ExecutionError>> + Send { crate::device::note_read(); B::q_into_data(tensor) }
     fn q_detach(tensor: QuantizedTensor<Self>) -> QuantizedTensor<Self> { B::q_detach(tensor) }
     fn q_set_require_grad(tensor: QuantizedTensor<Self>, require_grad: bool) -> QuantizedTensor<Self> { B::q_set_require_grad(tensor, require_grad) }
     fn q_is_require_grad(tensor: &QuantizedTensor<Self>) -> bool { B::q_is_require_grad(tensor) }
@@ -448,5 +448,5 @@ impl<B: MoeBackend> QTensorOps<Self> for EpBackend<B> {
 }
 
 impl<B: MoeBackend> TransactionOps<Self> for EpBackend<B> {
-    fn tr_execute(transaction: TransactionPrimitive<Self>) -> impl Future<Output = Result<TransactionPrimitiveData, ExecutionError>> + Send { B::tr_execute(TransactionPrimitive::new(transaction.read_floats, transaction.read_qfloats, transaction.read_ints, transaction.read_bools)) }
+    fn tr_execute(transaction: TransactionPrimitive<Self>) -> impl Future<Output = Result<TransactionPrimitiveData, ExecutionError>> + Send { crate::device::note_read(); B::tr_execute(TransactionPrimitive::new(transaction.read_floats, transaction.read_qfloats, transaction.read_ints, transaction.read_bools)) }
 }

@@ -98,6 +98,7 @@ impl<B: MoeBackend> Backend for EpBackend<B> {
     }
 
     fn sync(device: &Device<Self>) -> Result<(), ExecutionError> {
+        crate::device::note_read();
         B::sync(device)
     }
 

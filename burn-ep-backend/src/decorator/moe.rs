@@ -2,13 +2,15 @@
 //!
 //! Tensors are the same types on both sides; only the structs that are generic over the backend are rebuilt.
 
-use burn_backend::TensorPrimitive;
-use burn_backend::tensor::{FloatTensor, IntTensor};
+use burn_backend::tensor::{Device, FloatTensor, IntTensor};
+use burn_backend::{FloatDType, TensorData, TensorPrimitive};
 
 use super::EpBackend;
 use crate::backend::*;
 use crate::comm::{CommHandle, ExchangePlan};
 use crate::desc::*;
+use crate::device::DeviceMemory;
+use crate::init::InitDesc;
 
 pub(super) fn primitive_in<B: MoeBackend>(tensor: TensorPrimitive<EpBackend<B>>) -> TensorPrimitive<B> {
     match tensor {
@@ -292,6 +294,18 @@ impl<B: MoeBackend> MoeBackend for EpBackend<B> {
         CrossEntropyPrim { loss_sum, grads }
     }
 
+    fn count_experts(ids_tk: IntTensor<Self>, mask_t: Option<FloatTensor<Self>>, num_experts: usize) -> FloatTensor<Self> {
+        B::count_experts(ids_tk, mask_t, num_experts)
+    }
+
+    fn inject_gradient(y: FloatTensor<Self>, grad: FloatTensor<Self>) -> FloatTensor<Self> {
+        B::inject_gradient(y, grad)
+    }
+
+    fn squared_norms(tensors: Vec<FloatTensor<Self>>) -> FloatTensor<Self> {
+        B::squared_norms(tensors)
+    }
+
     fn adamw_step(
         state: AdamWPrim<Self>,
         grad: FloatTensor<Self>,
@@ -330,5 +344,25 @@ impl<B: MoeBackend> MoeBackend for EpBackend<B> {
 
     fn scale_by(tensor: FloatTensor<Self>, factor_1: FloatTensor<Self>) -> FloatTensor<Self> {
         B::scale_by(tensor, factor_1)
+    }
+
+    fn prepare_device(device: &Device<Self>) {
+        B::prepare_device(device);
+    }
+
+    fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {
+        B::resident_from_data(data, device)
+    }
+
+    fn resident_init(desc: &InitDesc, shape: &[usize], dtype: FloatDType, device: &Device<Self>) -> FloatTensor<Self> {
+        B::resident_init(desc, shape, dtype, device)
+    }
+
+    fn device_memory(device: &Device<Self>) -> Option<DeviceMemory> {
+        B::device_memory(device)
+    }
+
+    fn reset_peak_memory(device: &Device<Self>) {
+        B::reset_peak_memory(device);
     }
 }

@@ -21,6 +21,9 @@ const MIN_BLOCKS: usize = 4;
 pub(crate) fn adamw_step(state: AdamWPrim<Flex>, grad: FlexTensor, grad_scale: Option<FlexTensor>, desc: &AdamWDesc) -> AdamWPrim<Flex> {
     with_real!(state.param.dtype(), A => {
         let scale = grad_scale.map_or(A::one(), |scale| wide::<A>(&dense(scale))[0]);
+        if !scale.as_f64().is_finite() {
+            return state;
+        }
         step::<A>(state, &dense(grad), &Factors::new(&desc.factors(), scale))
     })
 }

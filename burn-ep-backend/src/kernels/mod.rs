@@ -7,6 +7,7 @@ pub mod cube;
 pub mod cuda;
 pub mod dense;
 pub mod hopper;
+pub mod init;
 pub mod mamba;
 #[cfg(test)]
 mod nvrtc;

@@ -202,6 +202,13 @@ pub fn empty(like: &CudaTensor, shape: &[usize], dtype: burn_backend::DType) -> 
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape.to_vec().into(), handle, dtype)
 }
 
+/// Host data as a dense tensor, unlike Burn's own upload, which pads rows.
+pub fn from_data(data: burn_backend::TensorData, device: &cubecl::cuda::CudaDevice) -> CudaTensor {
+    let client = <CudaRuntime as cubecl::Runtime>::client(device);
+    let handle = client.create(data.bytes);
+    CubeTensor::new_contiguous(client, device.clone(), data.shape, handle, data.dtype)
+}
+
 /// Number of multiprocessors, the grid of persistent kernels.
 pub fn multiprocessors(client: &Client) -> u32 {
     client.properties().hardware.num_streaming_multiprocessors.unwrap_or(132)

@@ -17,7 +17,8 @@ pub struct AdamWState<B: MoeBackend, const D: usize> {
     pub master: Option<Tensor<B, D>>,
 }
 
-/// Decoupled AdamW (Loshchilov and Hutter 2019); arithmetic in fp32. `grad_scale [1]` multiplies the gradient first.
+/// Decoupled AdamW (Loshchilov and Hutter 2019); arithmetic in fp32. `grad_scale [1]` multiplies the gradient first; one that is
+/// not finite leaves everything as it is.
 pub fn adamw_step<B: MoeBackend, const D: usize>(
     state: AdamWState<B, D>,
     grad: Tensor<B, D>,
@@ -256,6 +257,29 @@ mod tests {
         let other = shared.param.clone();
         <Flex as MoeBackend>::adamw_step(shared, grad(), None, &DESC);
         assert_eq!(read(other), [1.0; 8]);
+    }
+
+    #[test]
+    fn a_scale_that_is_not_finite_changes_nothing() {
+        for (name, step) in FUNCTIONS {
+            for scale in [f64::NAN, f64::INFINITY, f64::NEG_INFINITY] {
+                let state = AdamWPrim::<Flex> {
+                    param: flat(&values(1, 9), DType::F32),
+                    m: flat(&values(2, 9), DType::F32),
+                    v: flat(&[0.5; 9], DType::F32),
+                    master: Some(flat(&values(3, 9), DType::F32)),
+                };
+                // The gradient is what made the norm infinite.
+                let out = step(
+                    state,
+                    flat(&[f64::INFINITY; 9], DType::F32),
+                    Some(flat(&[scale], DType::F32)),
+                    &DESC,
+                );
+                assert_eq!((read(out.m), read(out.v)), (values(2, 9), vec![0.5; 9]), "{name}");
+                assert_eq!(read(out.master.expect("kept")), values(3, 9), "{name}");
+            }
+        }
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! AdamW in plain tensors.
 
 use burn_backend::tensor::FloatTensor;
-use burn_backend::{Backend, TensorMetadata};
+use burn_backend::{Backend, DType, TensorMetadata};
 use burn_tensor::Tensor;
 
 use super::prim::{cast, primitive, wide_dtype};
@@ -22,21 +22,40 @@ pub fn adamw_step<B: Backend>(
     let shaped = |tensor: Tensor<B, 1>, dtype| B::float_reshape(primitive(tensor.cast(dtype)), shape.clone());
     let (dtype, m_dtype, v_dtype) = (state.param.dtype(), state.m.dtype(), state.v.dtype());
 
-    let grad = match grad_scale {
-        Some(scale_1) => flat(grad) * cast::<B, 1>(scale_1, wide),
+    let scale_1 = grad_scale.map(|scale| cast::<B, 1>(scale, wide));
+    // Infinity minus itself is NaN, which equals nothing.
+    let skip_1 = scale_1.clone().map(|scale| (scale.clone() - scale).equal_elem(0.0).bool_not());
+    let unless_skipped = |new: Tensor<B, 1>, old: Tensor<B, 1>| match &skip_1 {
+        Some(skip) => new.mask_where(skip.clone().expand([n]), old),
+        None => new,
+    };
+    let grad = match scale_1 {
+        Some(scale) => flat(grad) * scale,
         None => flat(grad),
     };
-    let m = flat(state.m);
-    let m = m.clone() + (grad.clone() - m).mul_scalar(factors.take_m);
-    let v = flat(state.v).mul_scalar(factors.keep_v) + grad.clone().mul_scalar(factors.take_v) * grad;
+    let (old_m, old_v) = (flat(state.m), flat(state.v));
+    let m = old_m.clone() + (grad.clone() - old_m.clone()).mul_scalar(factors.take_m);
+    let v = old_v.clone().mul_scalar(factors.keep_v) + grad.clone().mul_scalar(factors.take_v) * grad;
     let denominator = v.clone().sqrt().div_scalar(factors.v_root).add_scalar(factors.eps);
     let master_dtype = state.master.as_ref().map(|master| master.dtype());
-    let param = flat(state.master.unwrap_or(state.param)).mul_scalar(factors.decay);
-    let param = param - (m.clone() / denominator).mul_scalar(factors.step_size);
+    let old = flat(state.master.unwrap_or(state.param));
+    let param = old.clone().mul_scalar(factors.decay) - (m.clone() / denominator).mul_scalar(factors.step_size);
+    let (param, m, v) = (unless_skipped(param, old), unless_skipped(m, old_m), unless_skipped(v, old_v));
     AdamWPrim {
         master: master_dtype.map(|dtype| shaped(param.clone(), dtype)),
         param: shaped(param, dtype),
         m: shaped(m, m_dtype),
         v: shaped(v, v_dtype),
     }
+}
+
+/// See [`crate::MoeBackend::squared_norms`].
+pub fn squared_norms<B: Backend>(tensors: Vec<FloatTensor<B>>) -> FloatTensor<B> {
+    let wide = tensors.first().map_or(DType::F32, |first| wide_dtype(first.dtype()));
+    let sums = tensors.into_iter().map(|tensor| {
+        let n = tensor.shape().num_elements();
+        let flat = cast::<B, 1>(B::float_reshape(tensor, [n].into()), wide);
+        (flat.clone() * flat).sum()
+    });
+    primitive(Tensor::cat(sums.collect(), 0))
 }

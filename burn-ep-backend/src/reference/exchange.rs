@@ -31,6 +31,7 @@ fn exchange_bytes<B: Backend>(rows: FloatTensor<B>, plan: &ExchangePlan, comm: &
         why,
     };
     let row_bytes = rows.shape()[1] * rows.dtype().size();
+    crate::device::note_read();
     let data = burn_std::reader::try_read_sync(B::float_into_data(rows))
         .ok_or_else(|| error("this backend cannot read a tensor synchronously".into()))?
         .map_err(|e| error(format!("reading the rows: {e}")))?;

@@ -73,6 +73,7 @@ fn weight_of<B: MoeBackend>(weight_eoi: &Tensor<B, 3>, expert: usize) -> Tensor<
 }
 
 fn group_ranges<B: MoeBackend>(offsets: IntTensor<B>, rows: usize) -> Vec<Range<usize>> {
+    crate::device::note_read();
     let offsets: Vec<usize> = Tensor::<B, 1, Int>::from_primitive(offsets)
         .into_data()
         .iter::<i64>()

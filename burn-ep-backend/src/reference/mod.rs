@@ -3,6 +3,7 @@
 pub mod adamw;
 pub mod attention;
 pub mod causal_conv1d;
+pub mod count;
 pub mod embedding;
 pub mod exchange;
 pub mod expert_mlp;

@@ -70,3 +70,34 @@ fn adamw_matches_the_reference() {
         }
     }
 }
+
+#[test]
+fn a_scale_that_is_not_finite_changes_nothing() {
+    use FloatDType::{BF16, F32};
+    type GpuInner = <Gpu as burn::tensor::backend::AutodiffBackend>::InnerBackend;
+    let device = Default::default();
+    let shape = [33, 1000];
+    for (shared, scale) in [(false, f32::NAN), (true, f32::INFINITY), (false, f32::NEG_INFINITY)] {
+        let state = || AdamWState::<GpuInner, 2> {
+            param: float(shape, 1, false, BF16),
+            m: float(shape, 2, false, F32),
+            v: float::<GpuInner, 2>(shape, 3, false, F32).abs(),
+            master: Some(float(shape, 4, false, F32)),
+        };
+        let desc = AdamWDesc {
+            lr: 1e-2,
+            beta1: 0.9,
+            beta2: 0.99,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            step: 1,
+        };
+        let before = state();
+        let held = shared.then(|| before.clone());
+        let grad = Tensor::<GpuInner, 2>::full(shape, f32::NAN, &device);
+        let after = adamw_step(before, grad, Some(Tensor::full([1], scale, &device)), &desc).expect("valid settings");
+        let values = |state: AdamWState<GpuInner, 2>| [host(state.param), host(state.m), host(state.v), host(state.master.expect("kept"))];
+        assert!(values(after) == values(state()), "shared {shared} scale {scale}");
+        drop(held);
+    }
+}

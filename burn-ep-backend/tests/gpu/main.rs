@@ -18,3 +18,4 @@ mod norms;
 mod rope;
 mod routing;
 mod support;
+mod training;

@@ -4,7 +4,8 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
-use burn::tensor::{Bool, DType, Int, Tensor, TensorData, backend::Backend};
+use burn::tensor::{Bool, DType, Int, Tensor, TensorData, TensorPrimitive, backend::Backend};
+use burn_ep_backend::MoeBackend;
 use indicatif::ProgressBar;
 use rayon::prelude::*;
 
@@ -66,7 +67,7 @@ pub fn inspect<B: Backend, M: Module<B>>(
 ///
 /// Errors: [`Error::Mismatch`] with the whole report when names, shapes or types do not fit; [`Error::Checkpoint`] naming file
 /// and tensor for NaN or infinite weights; [`Error::Config`] for a malformed table or rank.
-pub fn load<B: Backend, M: Module<B>>(
+pub fn load<B: MoeBackend, M: Module<B>>(
     module: M,
     source: &CheckpointSource,
     map: &WeightMap,
@@ -128,7 +129,7 @@ impl Filler<'_> {
     }
 }
 
-impl<B: Backend> ModuleMapper<B> for Filler<'_> {
+impl<B: MoeBackend> ModuleMapper<B> for Filler<'_> {
     fn enter_module(&mut self, name: &str, container_type: &str) {
         self.stack.enter(name, container_type);
     }
@@ -141,10 +142,10 @@ impl<B: Backend> ModuleMapper<B> for Filler<'_> {
         let Some(data) = self.next() else {
             return param;
         };
-        let (id, device, dtype): (ParamId, _, _) = (param.id, param.lazy_device(), data.dtype);
+        let (id, device): (ParamId, _) = (param.id, param.lazy_device());
         // Weights stay for the whole run: a device with memory pools keeps them apart from what comes and goes.
-        let tensor = B::memory_persistent_allocations(&device, data, |data| Tensor::from_data(data, (&device, dtype)));
-        param.transform_for_load(tensor, id)
+        let value = B::resident_from_data(data, &device);
+        param.transform_for_load(Tensor::from_primitive(TensorPrimitive::Float(value)), id)
     }
 
     fn map_int<const D: usize>(&mut self, param: Param<Tensor<B, D, Int>>) -> Param<Tensor<B, D, Int>> {

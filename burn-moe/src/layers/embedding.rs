@@ -2,6 +2,7 @@
 
 use burn::module::{Module, Param};
 use burn::tensor::{Int, Tensor, backend::Backend};
+use burn_ep_backend::MoeBackend;
 
 use super::{Init, ParamBuilder};
 
@@ -13,7 +14,7 @@ pub struct Embedding<B: Backend> {
     padding_row: Option<usize>,
 }
 
-impl<B: Backend> Embedding<B> {
+impl<B: MoeBackend> Embedding<B> {
     /// Normal with deviation `std`. A padding row starts at zero and gets no gradient through the lookup.
     pub fn new(pb: &ParamBuilder<B>, vocab: usize, width: usize, std: f64, padding_row: Option<usize>) -> Self {
         let init = match padding_row {

@@ -2,7 +2,7 @@
 
 use burn::module::{Module, Param};
 use burn::tensor::{DType, FloatDType, Tensor, backend::Backend};
-use burn_ep_backend::OpError;
+use burn_ep_backend::{MoeBackend, OpError};
 
 use super::{Init, ParamBuilder};
 use crate::error::Result;
@@ -16,7 +16,7 @@ pub struct Linear<B: Backend> {
     pub bias: Option<Param<Tensor<B, 1>>>,
 }
 
-impl<B: Backend> Linear<B> {
+impl<B: MoeBackend> Linear<B> {
     /// Weight drawn from `init`, bias 0.
     pub fn new(pb: &ParamBuilder<B>, inputs: usize, outputs: usize, bias: bool, init: Init) -> Self {
         Self {

@@ -6,6 +6,7 @@
 use std::f64::consts::PI;
 
 use burn::tensor::{FloatDType, Tensor, TensorData, backend::Backend};
+use rayon::prelude::*;
 
 use crate::batch::HostBatch;
 use crate::error::{Error, Result};
@@ -192,14 +193,16 @@ impl RopeConfig {
         let length = positions.iter().max().map_or(0, |&p| p as usize + 1);
         let inv_freq = self.inv_freq(length);
         let factor = self.attention_factor() as f32;
-        let (mut cos, mut sin) = (Vec::new(), Vec::new());
-        for &p in &positions {
-            for &f in &inv_freq {
-                let angle = f64::from(p as f32 * f);
-                cos.push(angle.cos() as f32 * factor);
-                sin.push(angle.sin() as f32 * factor);
-            }
-        }
+        // On all cores: a training step waits for these numbers before its first kernel.
+        let angle = |&p: &i32| inv_freq.iter().map(move |f| f64::from(p as f32 * f));
+        let cos = positions
+            .par_iter()
+            .flat_map_iter(|p| angle(p).map(|a| a.cos() as f32 * factor))
+            .collect();
+        let sin = positions
+            .par_iter()
+            .flat_map_iter(|p| angle(p).map(|a| a.sin() as f32 * factor))
+            .collect();
         Ok(RopeTable {
             rows,
             seq: batch.seq,

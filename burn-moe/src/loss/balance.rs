@@ -11,7 +11,7 @@
 //! once `f` is known from the forward pass of all blocks; that is how the segmented step uses it.
 
 use burn::tensor::activation::softmax;
-use burn::tensor::{DType, FloatDType, IndexingUpdateOp, Int, Tensor, TensorData};
+use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use burn_ep_backend::comm::CommHandle;
 use burn_ep_backend::{MoeBackend, RouterDesc, ops};
 use serde::{Deserialize, Serialize};
@@ -63,7 +63,7 @@ impl<B: MoeBackend> BalanceStats<B> {
             ));
         }
         let ids_tk = ops::route(logits_te.clone(), None, None, &RouterDesc::softmax(num_experts, top_k, false))?.ids_tk;
-        add_to(&mut self.counts_e, count_experts(ids_tk, mask_t, num_experts));
+        add_to(&mut self.counts_e, count_experts(ids_tk, mask_t, num_experts)?);
         add_to(
             &mut self.probs_e,
             masked(probabilities(logits_te), mask_t).sum_dim(0).squeeze_dim(0),
@@ -141,17 +141,10 @@ fn add_to<B: MoeBackend>(sum: &mut Option<Tensor<B, 1>>, term: Tensor<B, 1>) {
 }
 
 /// Rows per expert `[E]` fp32 from chosen ids `[T, K]`; rows whose mask is 0 do not count.
-pub(crate) fn count_experts<B: MoeBackend>(ids_tk: Tensor<B, 2, Int>, mask_t: Option<&Tensor<B, 1>>, num_experts: usize) -> Tensor<B, 1> {
-    let [t, k] = ids_tk.dims();
-    let device = ids_tk.device();
-    let ones_r = match mask_t {
-        Some(mask_t) => mask_t.clone().unsqueeze_dim::<2>(1).repeat_dim(1, k).reshape([t * k]),
-        None => Tensor::ones([t * k], &device),
-    };
-    Tensor::<B, 1>::zeros([num_experts], &device).cast(FloatDType::F32).select_assign(
-        0,
-        ids_tk.reshape([t * k]),
-        ones_r.cast(FloatDType::F32),
-        IndexingUpdateOp::Add,
-    )
+pub(crate) fn count_experts<B: MoeBackend>(
+    ids_tk: Tensor<B, 2, Int>,
+    mask_t: Option<&Tensor<B, 1>>,
+    num_experts: usize,
+) -> Result<Tensor<B, 1>> {
+    Ok(ops::count_experts(ids_tk, mask_t.cloned(), num_experts)?)
 }

@@ -9,9 +9,9 @@ use std::collections::HashMap;
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{DType, FloatDType, Tensor, TensorMetadata, TensorPrimitive};
+use burn::tensor::{DType, FloatDType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use burn_backend::tensor::FloatTensor;
-use burn_ep_backend::{AdamWDesc, AdamWPrim, MoeBackend};
+use burn_ep_backend::{AdamWDesc, AdamWPrim, Init, InitDesc, MoeBackend};
 use serde::{Deserialize, Serialize};
 
 use super::{GradStore, ParamGroup, ParamInfo, ParamTable, ResolvedGroups};
@@ -96,6 +96,8 @@ pub struct AdamW<B: MoeBackend> {
     groups: ResolvedGroups,
     table: ParamTable,
     state: HashMap<ParamId, AdamWMoments<B>>,
+    /// Parameters of the last update.
+    updated: Vec<ParamId>,
 }
 
 impl<B: MoeBackend> AdamW<B> {
@@ -108,6 +110,7 @@ impl<B: MoeBackend> AdamW<B> {
             groups,
             table,
             state: HashMap::new(),
+            updated: Vec::new(),
         })
     }
 
@@ -163,23 +166,38 @@ impl<B: MoeBackend> AdamW<B> {
         M: Module<AB>,
     {
         self.check(grads)?;
-        Ok(self.step_checked(model, grads, lr, grad_factor))
+        let device = self.table.entries().iter().find_map(|info| grads.device(info.id));
+        let scale = device
+            .filter(|_| grad_factor != 1.0)
+            .map(|device| Tensor::from_data(TensorData::new(vec![grad_factor as f32], [1]), (&device, DType::F32)));
+        Ok(self.step_checked(model, grads, lr, scale))
     }
 
-    /// [`AdamW::step`] after [`AdamW::check`].
-    pub(crate) fn step_checked<AB, M>(&mut self, model: M, grads: &mut GradStore<B>, lr: f64, grad_factor: f64) -> M
+    /// [`AdamW::step`] after [`AdamW::check`], with the factor `[1]` on the device. A factor that is not finite leaves all
+    /// values as they are; [`AdamW::undo_step_count`] then takes the step back altogether.
+    pub(crate) fn step_checked<AB, M>(&mut self, model: M, grads: &mut GradStore<B>, lr: f64, grad_scale: Option<Tensor<B, 1>>) -> M
     where
         AB: AutodiffBackend<InnerBackend = B>,
         M: Module<AB>,
     {
+        self.updated.clear();
         let mut update = Update::<AB> {
             optimizer: self,
             grads,
             lr,
-            grad_factor,
+            grad_scale: grad_scale.map(|scale| scale.into_primitive().tensor()),
             tied: HashMap::new(),
         };
         model.map(&mut update)
+    }
+
+    /// Counts the last update as not done, which is what it was if its factor was not finite.
+    pub(crate) fn undo_step_count(&mut self) {
+        for id in self.updated.drain(..) {
+            if let Some(state) = self.state.get_mut(&id) {
+                state.step = state.step.saturating_sub(1);
+            }
+        }
     }
 
     /// What [`AdamW::step`] requires of the gradients, without consuming anything.
@@ -196,7 +214,14 @@ impl<B: MoeBackend> AdamW<B> {
         Ok(())
     }
 
-    fn update(&mut self, id: ParamId, param: FloatTensor<B>, grad: FloatTensor<B>, lr: f64, grad_factor: f64) -> FloatTensor<B> {
+    fn update(
+        &mut self,
+        id: ParamId,
+        param: FloatTensor<B>,
+        grad: FloatTensor<B>,
+        lr: f64,
+        grad_scale: Option<FloatTensor<B>>,
+    ) -> FloatTensor<B> {
         let settings = self.groups.get(id);
         let AdamWMoments { step, m, v, master } = self.state.remove(&id).unwrap_or_else(|| self.fresh(&param));
         let desc = AdamWDesc {
@@ -207,12 +232,8 @@ impl<B: MoeBackend> AdamW<B> {
             weight_decay: settings.weight_decay as f32,
             step: step + 1,
         };
-        let device = B::float_device(&grad);
-        let scale = (grad_factor != 1.0).then(|| {
-            let scale = Tensor::<B, 1>::from_floats([grad_factor as f32], &device).cast(FloatDType::F32);
-            scale.into_primitive().tensor()
-        });
-        let AdamWPrim { param, m, v, master } = B::adamw_step(AdamWPrim { param, m, v, master }, grad, scale, &desc);
+        let AdamWPrim { param, m, v, master } = B::adamw_step(AdamWPrim { param, m, v, master }, grad, grad_scale, &desc);
+        self.updated.push(id);
         self.state.insert(
             id,
             AdamWMoments {
@@ -226,15 +247,21 @@ impl<B: MoeBackend> AdamW<B> {
     }
 
     fn fresh(&self, param: &FloatTensor<B>) -> AdamWMoments<B> {
-        let dtype = self.moment_dtype(param.dtype());
-        let zeros = || B::float_zeros(param.shape(), &B::float_device(param), dtype);
+        let (device, shape) = (B::float_device(param), param.shape());
+        let zero = InitDesc {
+            init: Init::Zeros,
+            key: 0,
+            offset: 0,
+            row_len: 1,
+        };
+        let zeros = || B::resident_init(&zero, shape.as_slice(), self.moment_dtype(param.dtype()), &device);
         AdamWMoments {
             step: 0,
             m: zeros(),
             v: zeros(),
             master: self
                 .wants_master(param.dtype())
-                .then(|| B::float_cast(param.clone(), FloatDType::F32)),
+                .then(|| B::memory_persistent_allocations(&device, param.clone(), |param| B::float_cast(param, FloatDType::F32))),
         }
     }
 }
@@ -243,7 +270,7 @@ struct Update<'a, AB: AutodiffBackend<InnerBackend: MoeBackend>> {
     optimizer: &'a mut AdamW<AB::InnerBackend>,
     grads: &'a mut GradStore<AB::InnerBackend>,
     lr: f64,
-    grad_factor: f64,
+    grad_scale: Option<FloatTensor<AB::InnerBackend>>,
     /// New values of parameters that appear again, so that tied weights stay one tensor.
     tied: HashMap<ParamId, FloatTensor<AB>>,
 }
@@ -262,7 +289,7 @@ impl<AB: AutodiffBackend<InnerBackend: MoeBackend>> ModuleMapper<AB> for Update<
         // The parameter must own its buffer alone for the update to happen in place.
         let value = value.inner().into_primitive().tensor();
         let grad = grad.into_primitive().tensor();
-        let value = self.optimizer.update(id, value, grad, self.lr, self.grad_factor);
+        let value = self.optimizer.update(id, value, grad, self.lr, self.grad_scale.clone());
         let value = Tensor::<AB, D>::from_inner(Tensor::from_primitive(TensorPrimitive::Float(value))).require_grad();
         if self.optimizer.table.get(id).is_some_and(|info| !info.aliases.is_empty()) {
             self.tied.insert(id, value.clone().into_primitive().tensor());

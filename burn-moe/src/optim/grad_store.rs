@@ -7,6 +7,7 @@ use burn::optim::GradientsParams;
 use burn::tensor::backend::{AutodiffBackend, Backend};
 use burn::tensor::{DType, FloatDType, Tensor, TensorMetadata, TensorPrimitive};
 use burn_backend::tensor::FloatTensor;
+use burn_ep_backend::MoeBackend;
 
 use super::ParamTable;
 
@@ -50,6 +51,11 @@ impl<B: Backend> GradStore<B> {
     /// Shape of the gradient of `id`.
     pub fn shape(&self, id: ParamId) -> Option<Vec<usize>> {
         self.grads.get(&id).map(|grad| grad.shape().as_slice().to_vec())
+    }
+
+    /// Device of the gradient of `id`.
+    pub(crate) fn device(&self, id: ParamId) -> Option<B::Device> {
+        self.grads.get(&id).map(|grad| B::float_device(grad))
     }
 
     /// Adds a contribution.
@@ -114,8 +120,18 @@ impl<B: Backend> GradStore<B> {
         collector.ids
     }
 
-    /// Sum of squares of the gradients of `ids`, one number each in the given order (0 without gradient). One read from
-    /// the device.
+    /// Sum of squares of the gradients of those `ids` that have one, `[n]` in the given order. Nothing is read from the device.
+    /// None without any gradient.
+    pub fn squares(&self, ids: impl IntoIterator<Item = ParamId>) -> Option<Tensor<B, 1>>
+    where
+        B: MoeBackend,
+    {
+        let grads: Vec<FloatTensor<B>> = ids.into_iter().filter_map(|id| self.grads.get(&id).cloned()).collect();
+        (!grads.is_empty()).then(|| Tensor::from_primitive(TensorPrimitive::Float(B::squared_norms(grads))))
+    }
+
+    /// Sum of squares of the gradients of `ids`, one number each in the given order (0 without gradient), on any backend. One
+    /// read from the device.
     pub fn squared_norms(&self, ids: impl IntoIterator<Item = ParamId>) -> Vec<f64> {
         let ids: Vec<ParamId> = ids.into_iter().collect();
         let sums: Vec<Tensor<B, 1>> = ids

@@ -11,7 +11,7 @@ mod router_bias;
 mod sync;
 
 pub use adamw::{AdamW, AdamWConfig, AdamWMoments, MomentDType};
-pub use clip::{clip_factor, global_norm};
+pub use clip::{clip_factor, clip_scale, global_norm};
 pub use grad_store::GradStore;
 pub use groups::{GroupSettings, ParamGroup, ResolvedGroups, freeze};
 pub use params::{ParamInfo, ParamTable, PathStack};

@@ -31,6 +31,8 @@ pub struct TrainerConfig {
     pub router_bias: Option<RouterBiasConfig>,
     /// Route evenly regardless of the logits (benchmarks only).
     pub force_balanced: bool,
+    /// Peak of one device in TFLOP/s, which the reported MFU is relative to; None: no MFU.
+    pub peak_tflops: Option<f64>,
 }
 
 impl Default for TrainerConfig {
@@ -46,6 +48,7 @@ impl Default for TrainerConfig {
             z_loss: 0.0,
             router_bias: None,
             force_balanced: false,
+            peak_tflops: None,
         }
     }
 }
@@ -66,6 +69,11 @@ impl TrainerConfig {
         }
         if !(self.z_loss.is_finite() && self.z_loss >= 0.0) {
             return Err(Error::config("z_loss", self.z_loss, "a number of at least 0"));
+        }
+        if let Some(peak) = self.peak_tflops
+            && !(peak.is_finite() && peak > 0.0)
+        {
+            return Err(Error::config("peak_tflops", peak, "a positive number, or none"));
         }
         if self.recompute == Recompute::KeepEvery(0) {
             return Err(Error::config("recompute.keep_every", 0, "at least 1 (or `all`)"));

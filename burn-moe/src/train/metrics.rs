@@ -2,9 +2,9 @@
 
 use std::fmt;
 
-use burn::tensor::Tensor;
-use burn_ep_backend::MoeBackend;
+use burn::tensor::{DType, FloatDType, Tensor};
 use burn_ep_backend::comm::EpGroup;
+use burn_ep_backend::{DeviceMemory, MoeBackend};
 use serde::{Deserialize, Serialize};
 
 use super::MicroBatchStats;
@@ -51,8 +51,18 @@ pub struct StepReport {
     pub label_tokens: u64,
     /// Wall time of the step, optimizer included.
     pub seconds: f64,
-    /// Part of it after the backward pass: norm, clipping, optimizer.
+    /// Part of it after the backward pass: norm, clipping, optimizer. Telling the two apart makes the host wait for the device
+    /// between them, so it is measured in every 50th step, the first included, and repeated in the others.
     pub update_seconds: f64,
+    /// Floating-point work of a second in TFLOP/s, all ranks together, by [`CausalLm::flops_per_token`]; None where the model
+    /// does not count it.
+    ///
+    /// [`CausalLm::flops_per_token`]: crate::model::CausalLm::flops_per_token
+    pub tflops: Option<f64>,
+    /// `tflops` over the peak in the trainer's settings and the number of ranks; None without a peak.
+    pub mfu: Option<f64>,
+    /// Device memory of this rank at the end of the step, with its peaks; None where the backend cannot tell.
+    pub memory: Option<DeviceMemory>,
     /// Load of every block with routed experts.
     pub expert_load: Vec<ExpertLoad>,
 }
@@ -90,6 +100,12 @@ impl fmt::Display for StepReport {
             self.lr,
             self.tokens_per_second()
         )?;
+        if let Some(mfu) = self.mfu {
+            write!(f, " MFU {:.1} %", 100.0 * mfu)?;
+        }
+        if let Some(memory) = self.memory {
+            write!(f, " peak {:.1} GiB", memory.peak_used as f64 / f64::from(1 << 30))?;
+        }
         match self.worst_load() {
             Some(load) => write!(f, " load {load:.2}x"),
             None => Ok(()),
@@ -143,15 +159,27 @@ impl<B: MoeBackend> StepSums<B> {
         self.z.extend(stats.z_loss);
     }
 
-    /// Reads the sums from the device, all in one transfer, and adds them up over ranks.
-    pub fn totals(self, ep: Option<&EpGroup>) -> Result<StepTotals> {
+    /// Cross entropy so far, `[1]`; None before the first micro-batch.
+    pub fn cross_entropy(&self) -> Option<&Tensor<B, 1>> {
+        self.cross_entropy.as_ref()
+    }
+
+    /// Reads the sums from the device, all in one transfer, and adds them up over ranks. `local` comes along in that transfer
+    /// and is returned as it is.
+    pub fn totals(self, ep: Option<&EpGroup>, local: Option<Tensor<B, 1>>) -> Result<(StepTotals, Vec<f64>)> {
         let widths: Vec<Option<usize>> = self.load.iter().map(|l| l.as_ref().map(|l| l.dims()[0])).collect();
         let with_cross_entropy = self.cross_entropy.is_some();
-        let parts: Vec<Tensor<B, 1>> = self.cross_entropy.into_iter().chain(self.load.into_iter().flatten()).collect();
-        let mut values: Vec<f64> = match parts.is_empty() {
+        let count = local.as_ref().map_or(0, |local| local.dims()[0]);
+        let parts = local.into_iter().chain(self.cross_entropy).chain(self.load.into_iter().flatten());
+        let mut parts: Vec<Tensor<B, 1>> = parts.collect();
+        if parts.iter().any(|part| part.dtype() == DType::F64) {
+            parts = parts.into_iter().map(|part| part.cast(FloatDType::F64)).collect();
+        }
+        let mut local: Vec<f64> = match parts.is_empty() {
             true => Vec::new(),
             false => Tensor::cat(parts, 0).into_data().iter::<f64>().collect(),
         };
+        let mut values = local.split_off(count);
         let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len().max(1) as f64;
         values.extend([mean(&self.balance), mean(&self.z)]);
         let mut world = 1.0;
@@ -162,7 +190,7 @@ impl<B: MoeBackend> StepSums<B> {
         let z = values.pop().unwrap_or(f64::NAN) / world;
         let balance = values.pop().unwrap_or(f64::NAN) / world;
         let mut values = values.into_iter();
-        Ok(StepTotals {
+        let totals = StepTotals {
             cross_entropy: if with_cross_entropy {
                 values.next().unwrap_or(f64::NAN)
             } else {
@@ -174,7 +202,8 @@ impl<B: MoeBackend> StepSums<B> {
                 .collect(),
             balance: (!self.balance.is_empty()).then_some(balance),
             z: (!self.z.is_empty()).then_some(z),
-        })
+        };
+        Ok((totals, local))
     }
 }
 
@@ -207,7 +236,9 @@ mod tests {
                 expert_load: vec![Some(tensor(&[i, 0.0])), None, Some(tensor(&[1.0, 2.0, 3.0]))],
             });
         }
-        let totals = sums.totals(None).unwrap();
+        let local = tensor(&[7.0, 8.0]);
+        let (totals, local) = sums.totals(None, Some(local)).unwrap();
+        assert_eq!(local, [7.0, 8.0]);
         assert_eq!(totals.cross_entropy, 30.0);
         assert_eq!(totals.balance, Some(1.5));
         assert_eq!(totals.z, None);

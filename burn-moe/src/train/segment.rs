@@ -52,11 +52,6 @@ pub fn no_hook<B: burn::tensor::backend::Backend>(_: Segment, _: &[ParamId], _: 
     Ok(())
 }
 
-/// Scalar `[1]` fp32 whose gradient for `y` is `grad_y`: the start of a segment's backward.
-pub(super) fn seed<B: TrainBackend, const D: usize>(y: Tensor<B, D>, grad_y: Tensor<B::InnerBackend, D>) -> Tensor<B, 1> {
-    (y * Tensor::from_inner(grad_y)).sum().cast(burn::tensor::FloatDType::F32)
-}
-
 /// Backward of one segment from its scalar root `[1]`.
 ///
 /// Autodiff ends every backward by waiting for the locks of all live graphs of the process. Ranks that are threads would

@@ -325,7 +325,7 @@ impl StateFile {
             .and_then(|_| self.file.read_exact(&mut bytes))
             .map_err(|e| Error::io(&self.path, "read", e))?;
         let data = TensorData::from_bytes_vec(bytes, info.shape.clone(), dtype);
-        Ok(Some(B::float_from_data(data, device)))
+        Ok(Some(B::resident_from_data(data, device)))
     }
 }
 

@@ -12,9 +12,10 @@
 
 use burn::tensor::{Int, Tensor, TensorData};
 use burn_ep_backend::comm::{CommHandle, EpGroup};
+use burn_ep_backend::ops::inject_gradient;
 use burn_ep_backend::{CrossEntropyDesc, MoeBackend};
 
-use super::segment::{backward, check, seed};
+use super::segment::{backward, check};
 use super::{Recompute, Segment, SegmentHook, TrainBackend, TrainableLm};
 use crate::batch::HostBatch;
 use crate::error::Result;
@@ -146,7 +147,7 @@ fn run<B: TrainBackend, M: TrainableLm<B>>(
     let mask_t = input.visible_bs.clone().map(|mask| mask.flatten::<1>(0, 1));
     for (index, saved) in blocks.into_iter().enumerate().rev() {
         let (x, out) = saved.recorded(index, model, &input)?;
-        let mut root = seed(out.x_bsd, grad_bsd);
+        let mut root = inject_gradient(out.x_bsd, Tensor::from_inner(grad_bsd))?;
         if let Some(router) = out.router {
             root = aux.add_terms(root, router.logits_te, mask_t.as_ref());
         }
@@ -156,7 +157,7 @@ fn run<B: TrainBackend, M: TrainableLm<B>>(
     }
 
     // Embedding.
-    let root = seed(model.embed(&input)?, grad_bsd);
+    let root = inject_gradient(model.embed(&input)?, Tensor::from_inner(grad_bsd))?;
     let mut gradients = backward(root, ep)?;
     finish_segment::<B, M>(Segment::Embedding, model, &mut gradients, grads, on_segment)?;
 
@@ -288,7 +289,7 @@ impl<B: MoeBackend> RouterStats<B> {
             return Ok(());
         };
         let mask_t = self.mask_t.as_ref();
-        let load_e = count_experts(ids_tk, mask_t, logits_te.dims()[1]);
+        let load_e = count_experts(ids_tk, mask_t, logits_te.dims()[1])?;
         self.expert_load.push(Some(load_e));
         self.routers += 1;
         if self.with_z {

@@ -6,6 +6,7 @@
 use std::path::Path;
 use std::time::Instant;
 
+use burn::tensor::{DType, Tensor, TensorData};
 use burn_ep_backend::CrossEntropyDesc;
 use burn_ep_backend::comm::EpGroup;
 
@@ -18,8 +19,11 @@ use crate::batch::HostBatch;
 use crate::error::{Error, Result};
 use crate::loss::label_scale;
 use crate::optim::{
-    AdamW, GradStore, ParamTable, check_router_bias, clip_factor, freeze, global_norm, reduce_gradients, update_router_bias,
+    AdamW, GradStore, ParamTable, check_router_bias, clip_factor, clip_scale, freeze, global_norm, reduce_gradients, update_router_bias,
 };
+
+/// Steps from one measurement of the update's part of the time to the next.
+const UPDATE_TIME_EVERY: u64 = 50;
 
 /// Why [`Trainer::run`] returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,6 +48,8 @@ pub struct Trainer<B: TrainBackend, M> {
     ep: Option<EpGroup>,
     step: u64,
     tokens: u64,
+    /// Of the last step in which it was measured.
+    update_seconds: f64,
 }
 
 impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
@@ -74,6 +80,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
             ep,
             step: 0,
             tokens: 0,
+            update_seconds: 0.0,
         })
     }
 
@@ -184,19 +191,28 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         self.all_reduce(&mut counts)?;
         let [labels, tokens] = counts;
 
-        let (mut grads, totals) = self.gradients(micro_batches, labels)?;
-        let update_start = Instant::now();
-        let loss = totals.cross_entropy * label_scale(labels);
+        let (mut grads, sums) = self.gradients(micro_batches, labels)?;
         let step = self.step + 1;
-        self.check_finite(step, "loss", loss)?;
-        self.check_finite(step, "balance loss", totals.balance.unwrap_or(0.0))?;
-        self.check_finite(step, "z-loss", totals.z.unwrap_or(0.0))?;
-
-        let grad_norm = global_norm(&grads, &self.table, self.ep.as_ref())?;
-        self.check_finite(step, "gradient norm", grad_norm)?;
-        let factor = self.config.max_grad_norm.map_or(1.0, |max| clip_factor(grad_norm, max));
+        if step % UPDATE_TIME_EVERY == 1 {
+            self.sync(step)?;
+        }
+        let update_start = Instant::now();
         let lr = self.config.schedule.lr(self.step, self.config.steps);
-        self.update(&mut grads, &totals, lr, factor)?;
+        self.optimizer.check(&grads)?;
+        let (totals, grad_norm) = match self.ep.as_ref().is_some_and(|ep| ep.size() > 1) {
+            true => self.update_after_reading(&mut grads, sums, labels, lr)?,
+            false => self.update_and_read(&mut grads, sums, labels, lr)?,
+        };
+        if step % UPDATE_TIME_EVERY == 1 {
+            self.sync(step)?;
+            self.update_seconds = update_start.elapsed().as_secs_f64();
+        }
+        if let Some(router_bias) = &self.config.router_bias {
+            // The clone shares all buffers but the biases'.
+            let model = update_router_bias(self.model().clone(), &totals.load, router_bias, self.optimizer.groups())?;
+            self.model = Some(model);
+        }
+        let loss = totals.cross_entropy * label_scale(labels);
 
         if step == 1 {
             let uniform = (self.model().vocab_size() as f64).ln();
@@ -205,6 +221,11 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         self.step = step;
         self.tokens += tokens as u64;
         let expert_load = totals.load.into_iter().enumerate();
+        let seconds = start.elapsed().as_secs_f64();
+        let ranks = self.ep.as_ref().map_or(1, EpGroup::size) as f64;
+        // The attention part of the work depends on the length of the rows.
+        let flops = self.model().flops_per_token(micro_batches[0].seq);
+        let tflops = flops.map(|flops| flops * tokens / seconds.max(1e-9) / 1e12);
         Ok(StepReport {
             step,
             loss,
@@ -214,16 +235,19 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
             lr,
             tokens: tokens as u64,
             label_tokens: labels as u64,
-            seconds: start.elapsed().as_secs_f64(),
-            update_seconds: update_start.elapsed().as_secs_f64(),
+            seconds,
+            update_seconds: self.update_seconds,
+            tflops,
+            mfu: tflops.zip(self.config.peak_tflops).map(|(tflops, peak)| tflops / peak / ranks),
+            memory: B::device_memory(&self.device),
             expert_load: expert_load
                 .filter_map(|(block, counts)| Some(ExpertLoad { block, counts: counts? }))
                 .collect(),
         })
     }
 
-    /// Gradients of the whole step, summed over micro-batches and ranks, and the loss sums.
-    fn gradients(&self, micro_batches: &[HostBatch], labels: f64) -> Result<(GradStore<B::InnerBackend>, StepTotals)> {
+    /// Gradients of the whole step, summed over micro-batches and ranks, and this rank's loss sums.
+    fn gradients(&self, micro_batches: &[HostBatch], labels: f64) -> Result<(GradStore<B::InnerBackend>, StepSums<B::InnerBackend>)> {
         let settings = StepSettings {
             label_scale: label_scale(labels),
             micro_batch_weight: 1.0 / micro_batches.len() as f64,
@@ -246,23 +270,67 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
                 &mut no_hook,
             )?);
         }
-        let totals = sums.totals(self.ep.as_ref())?;
         reduce_gradients(&mut grads, &self.table, self.ep.as_ref(), &self.device)?;
-        Ok((grads, totals))
+        Ok((grads, sums))
     }
 
-    /// AdamW and router bias. Everything that can fail is checked before the model moves.
-    fn update(&mut self, grads: &mut GradStore<B::InnerBackend>, totals: &StepTotals, lr: f64, factor: f64) -> Result<()> {
-        self.optimizer.check(grads)?;
+    /// The update of one rank: queued without waiting for the device, then one read tells what happened. A step whose loss or
+    /// norm is not finite has changed nothing.
+    fn update_and_read(
+        &mut self,
+        grads: &mut GradStore<B::InnerBackend>,
+        sums: StepSums<B::InnerBackend>,
+        labels: f64,
+        lr: f64,
+    ) -> Result<(StepTotals, f64)> {
+        let squares = grads.squares(self.table.entries().iter().map(|info| info.id));
+        let scale = squares.clone().zip(sums.cross_entropy().cloned());
+        let scale = scale.map(|(squares, loss)| clip_scale(squares, loss, self.config.max_grad_norm));
+        self.update(grads, lr, scale);
+        let (totals, squares) = sums.totals(None, squares)?;
+        let grad_norm = squares.iter().sum::<f64>().sqrt();
+        self.check_totals(&totals, labels, grad_norm)
+            .inspect_err(|_| self.optimizer.undo_step_count())?;
+        Ok((totals, grad_norm))
+    }
+
+    /// The update in a group: all ranks must know the sums over the group before any of them moves.
+    fn update_after_reading(
+        &mut self,
+        grads: &mut GradStore<B::InnerBackend>,
+        sums: StepSums<B::InnerBackend>,
+        labels: f64,
+        lr: f64,
+    ) -> Result<(StepTotals, f64)> {
+        let (totals, _) = sums.totals(self.ep.as_ref(), None)?;
+        let grad_norm = global_norm(grads, &self.table, self.ep.as_ref())?;
+        self.check_totals(&totals, labels, grad_norm)?;
+        let factor = self.config.max_grad_norm.map_or(1.0, |max| clip_factor(grad_norm, max));
+        let scale = Tensor::from_data(TensorData::new(vec![factor as f32], [1]), (&self.device, DType::F32));
+        self.update(grads, lr, (factor != 1.0).then_some(scale));
+        Ok((totals, grad_norm))
+    }
+
+    fn check_totals(&self, totals: &StepTotals, labels: f64, grad_norm: f64) -> Result<()> {
+        let step = self.step + 1;
+        self.check_finite(step, "loss", totals.cross_entropy * label_scale(labels))?;
+        self.check_finite(step, "balance loss", totals.balance.unwrap_or(0.0))?;
+        self.check_finite(step, "z-loss", totals.z.unwrap_or(0.0))?;
+        self.check_finite(step, "gradient norm", grad_norm)
+    }
+
+    fn sync(&self, step: u64) -> Result<()> {
+        B::sync(&self.device).map_err(|error| Error::Training {
+            step,
+            why: format!("the device reports: {error}"),
+        })
+    }
+
+    /// AdamW; what can fail was checked before.
+    fn update(&mut self, grads: &mut GradStore<B::InnerBackend>, lr: f64, scale: Option<Tensor<B::InnerBackend, 1>>) {
         if let Some(model) = self.model.take() {
-            self.model = Some(self.optimizer.step_checked::<B, M>(model, grads, lr, factor));
+            self.model = Some(self.optimizer.step_checked::<B, M>(model, grads, lr, scale));
         }
-        if let Some(router_bias) = &self.config.router_bias {
-            // The clone shares all buffers but the biases'.
-            let model = update_router_bias(self.model().clone(), &totals.load, router_bias, self.optimizer.groups())?;
-            self.model = Some(model);
-        }
-        Ok(())
     }
 
     /// Writes model and training state to `dir`, which appears complete or not at all. Every rank calls it. `data` is the

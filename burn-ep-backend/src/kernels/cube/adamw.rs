@@ -5,29 +5,30 @@ use cubecl::prelude::*;
 
 use super::super::raw::{CudaTensor, dense, empty};
 use super::fits;
-use super::launch::{ROW_UNITS, addresses, dense_f32};
+use super::launch::{ROW_UNITS, addresses, dense_f32, vector_size};
 use crate::MoeBackend;
 use crate::backend::AdamWPrim;
 use crate::desc::AdamWDesc;
 
-/// Elements per unit.
+/// Vectors per unit.
 const PER_UNIT: usize = 4;
 
 /// `m += (g - m) * take_m`, `v = v * keep_v + g² * take_v`, `p = p * decay - step_size * m / (sqrt(v) / v_root + eps)`.
 ///
-/// Each output may be the buffer of its own input: an element is read and written by the same unit only.
+/// A scale that is not finite leaves everything as it is. Each output may be the buffer of its own input: an element is read
+/// and written by the same unit only.
 #[cube(launch_unchecked, address_type = "dynamic")]
-fn step_kernel<P: Float, G: Float, M: Float, V: Float>(
-    param: &Tensor<P>,
-    grad: &Tensor<G>,
-    m: &Tensor<M>,
-    v: &Tensor<V>,
-    master: &Tensor<f32>,
+fn step_kernel<P: Float, G: Float, M: Float, V: Float, N: Size>(
+    param: &Tensor<Vector<P, N>>,
+    grad: &Tensor<Vector<G, N>>,
+    m: &Tensor<Vector<M, N>>,
+    v: &Tensor<Vector<V, N>>,
+    master: &Tensor<Vector<f32, N>>,
     grad_scale: &Tensor<f32>,
-    param_out: &mut Tensor<P>,
-    m_out: &mut Tensor<M>,
-    v_out: &mut Tensor<V>,
-    master_out: &mut Tensor<f32>,
+    param_out: &mut Tensor<Vector<P, N>>,
+    m_out: &mut Tensor<Vector<M, N>>,
+    v_out: &mut Tensor<Vector<V, N>>,
+    master_out: &mut Tensor<Vector<f32, N>>,
     n: usize,
     decay: f32,
     take_m: f32,
@@ -44,26 +45,38 @@ fn step_kernel<P: Float, G: Float, M: Float, V: Float>(
     if comptime!(scaled) {
         scale = grad_scale[0];
     }
+    // False for NaN, too.
+    let finite = scale.abs() <= 3.0e38;
     let stride = CUBE_DIM as usize;
     let first = CUBE_POS * stride * PER_UNIT + UNIT_POS as usize;
     #[unroll]
     for step in 0..PER_UNIT {
         let i = first + step * stride;
         if i < n {
-            let g = f32::cast_from(grad[i]) * scale;
-            let old_m = f32::cast_from(m[i]);
-            let new_m = old_m + (g - old_m) * take_m;
-            let new_v = f32::cast_from(v[i]) * keep_v + g * take_v * g;
-            let mut p = f32::cast_from(param[i]);
-            if comptime!(has_master) {
-                p = master[i];
-            }
-            let new_p = p * decay - new_m / (f32::sqrt(new_v) / v_root + eps) * step_size;
-            param_out[i] = P::cast_from(new_p);
-            m_out[i] = M::cast_from(new_m);
-            v_out[i] = V::cast_from(new_v);
-            if comptime!(has_master) {
-                master_out[i] = new_p;
+            if finite {
+                let g = Vector::<f32, N>::cast_from(grad[i]) * Vector::new(scale);
+                let old_m = Vector::<f32, N>::cast_from(m[i]);
+                let new_m = old_m + (g - old_m) * Vector::new(take_m);
+                let new_v = Vector::<f32, N>::cast_from(v[i]) * Vector::new(keep_v) + g * Vector::new(take_v) * g;
+                let mut p = Vector::<f32, N>::cast_from(param[i]);
+                if comptime!(has_master) {
+                    p = master[i];
+                }
+                let root = new_v.sqrt() / Vector::new(v_root) + Vector::new(eps);
+                let new_p = p * Vector::new(decay) - new_m / root * Vector::new(step_size);
+                param_out[i] = Vector::cast_from(new_p);
+                m_out[i] = Vector::cast_from(new_m);
+                v_out[i] = Vector::cast_from(new_v);
+                if comptime!(has_master) {
+                    master_out[i] = new_p;
+                }
+            } else {
+                param_out[i] = param[i];
+                m_out[i] = m[i];
+                v_out[i] = v[i];
+                if comptime!(has_master) {
+                    master_out[i] = master[i];
+                }
             }
         }
     }
@@ -125,13 +138,23 @@ where
     let master = Update::new(state.master.unwrap_or_else(|| unread.clone()), 4);
     let grad_scale = grad_scale.map_or(unread, dense_f32);
     let factors = desc.factors();
-    // SAFETY: the cubes cover `n` elements and each unit checks that bound; all tensors are dense with `n` elements.
+    let widest = [&param.out, &m.out, &v.out, &grad]
+        .map(|tensor| tensor.dtype.size())
+        .into_iter()
+        .max();
+    let vector = match (has_master, widest) {
+        (false, Some(2)) => vector_size(DType::BF16, n),
+        _ => vector_size(DType::F32, n),
+    };
+    let n = n / vector;
+    // SAFETY: the cubes cover `n` vectors and each unit checks that bound; all tensors are dense with `n` vectors.
     unsafe {
         step_kernel::launch_unchecked(
             &client,
             CubeCount::Static(n.div_ceil(ROW_UNITS as usize * PER_UNIT) as u32, 1, 1),
             CubeDim::new_1d(ROW_UNITS),
             address,
+            vector,
             param.read,
             grad.into_tensor_arg(),
             m.read,
@@ -174,12 +197,13 @@ mod tests {
         for (dtypes, flag) in [([DType::F32; 4], false), ([DType::BF16; 4], true), (mixed, true)] {
             for in_place in [false, true] {
                 compile(ROW_UNITS, |b| {
-                    use step_kernel::{G, M, P, V};
+                    use step_kernel::{G, M, N, P, V};
                     let [p, g, m, v] = dtypes.map(StorageType::from);
                     b.scope.register_type::<P>(p);
                     b.scope.register_type::<G>(g);
                     b.scope.register_type::<M>(m);
                     b.scope.register_type::<V>(v);
+                    b.scope.register_size::<N>(4);
                     let (param, grad, m, v, master, scale) = (input(b), input(b), input(b), input(b), input(b), input(b));
                     let at = |position| in_place.then_some(position);
                     let outs = (output_at(b, at(0)), output_at(b, at(2)), output_at(b, at(3)), output_at(b, at(4)));
@@ -187,8 +211,9 @@ mod tests {
                     let f: [_; 7] = std::array::from_fn(|_| scalar::<f32>(b));
                     let [decay, take_m, keep_v, take_v, v_root, eps, step_size] = f;
                     let scope = &mut b.scope;
-                    step_kernel::expand::<P, G, M, V>(
+                    step_kernel::expand::<P, G, M, V, N>(
                         scope,
+                        4,
                         param,
                         grad,
                         m,

@@ -7,9 +7,11 @@ pub mod activation;
 pub mod adamw;
 #[cfg(test)]
 mod compile_check;
+pub mod count;
 pub mod expert_mlp;
 pub mod gated_rms_norm;
 pub mod launch;
+pub mod norm;
 pub mod permute;
 pub mod reduce;
 pub mod rms_norm;

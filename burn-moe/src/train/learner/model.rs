@@ -132,7 +132,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> LearnerModel<B, M> {
                 &mut no_hook,
             )?);
         }
-        let totals = sums.totals(None)?;
+        let (totals, _) = sums.totals(None, None)?;
         let loads = totals.load.into_iter().enumerate();
         let output = LearnerOutput {
             loss: totals.cross_entropy * label_scale(labels),

@@ -34,7 +34,7 @@ impl<B: TrainBackend> LearnerOptimizer<B> {
 
     fn step_store<M: AutodiffModule<B>>(&mut self, lr: f64, module: M, mut grads: GradStore<B::InnerBackend>) -> M {
         match self.optimizer.check(&grads) {
-            Ok(()) => self.optimizer.step_checked::<B, M>(module, &mut grads, lr, 1.0),
+            Ok(()) => self.optimizer.step_checked::<B, M>(module, &mut grads, lr, None),
             Err(error) => {
                 self.failure.set(error);
                 module

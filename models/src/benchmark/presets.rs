@@ -1,0 +1,161 @@
+//! Published sizes with their true widths; the number of layers and of experts can be cut to what fits.
+
+use burn_moe::{Error, Result};
+use serde_json::{Map, Value, json};
+
+use crate::AutoConfig;
+
+/// A named size of a family.
+#[derive(Debug, Clone, Copy)]
+pub struct Preset {
+    pub name: &'static str,
+    config: fn() -> Value,
+    /// Field that holds the number of routed experts.
+    experts: &'static str,
+}
+
+/// Every preset. The `tiny` ones run on a CPU in seconds.
+pub const PRESETS: [Preset; 4] = [
+    Preset {
+        name: "qwen3_30b_a3b",
+        config: qwen3_30b_a3b,
+        experts: "num_experts",
+    },
+    Preset {
+        name: "nemotron3_nano",
+        config: nemotron3_nano,
+        experts: "n_routed_experts",
+    },
+    Preset {
+        name: "tiny_qwen3_moe",
+        config: tiny_qwen3_moe,
+        experts: "num_experts",
+    },
+    Preset {
+        name: "tiny_nemotron_h",
+        config: tiny_nemotron_h,
+        experts: "n_routed_experts",
+    },
+];
+
+impl Preset {
+    /// The preset of a name.
+    ///
+    /// # Errors
+    /// An unknown name, with the known ones.
+    pub fn find(name: &str) -> Result<Self> {
+        PRESETS.into_iter().find(|preset| preset.name == name).ok_or_else(|| {
+            let known = PRESETS.map(|preset| preset.name).join(", ");
+            Error::config("--preset", name, format!("one of {known}"))
+        })
+    }
+
+    /// Its config with the first `layers` layers and `experts` routed experts; None keeps the published number.
+    ///
+    /// # Errors
+    /// More layers than the model has, or numbers that its config refuses.
+    pub fn config(self, layers: Option<usize>, experts: Option<usize>) -> Result<AutoConfig> {
+        let Value::Object(mut fields) = (self.config)() else {
+            unreachable!("every preset is an object")
+        };
+        if let Some(layers) = layers {
+            cut_layers(&mut fields, layers)?;
+        }
+        if let Some(experts) = experts {
+            fields.insert(self.experts.into(), experts.into());
+        }
+        fields.insert("dtype".into(), "bfloat16".into());
+        AutoConfig::from_text(Value::Object(fields).to_string())
+    }
+}
+
+fn cut_layers(fields: &mut Map<String, Value>, layers: usize) -> Result<()> {
+    let pattern = fields.get("hybrid_override_pattern").and_then(Value::as_str).map(str::to_owned);
+    let published = match &pattern {
+        Some(pattern) => pattern.len(),
+        None => fields["num_hidden_layers"].as_u64().unwrap_or_default() as usize,
+    };
+    if layers == 0 || layers > published {
+        return Err(Error::config(
+            "--layers",
+            layers,
+            format!("1 to {published}, the layers of the model"),
+        ));
+    }
+    if let Some(pattern) = pattern {
+        fields.insert("hybrid_override_pattern".into(), pattern[..layers].into());
+    }
+    fields.insert("num_hidden_layers".into(), layers.into());
+    Ok(())
+}
+
+fn qwen3_30b_a3b() -> Value {
+    json!({
+        "model_type": "qwen3_moe", "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 6144,
+        "num_hidden_layers": 48, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+        "max_position_embeddings": 40_960, "rms_norm_eps": 1e-6, "num_experts": 128, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 768, "norm_topk_prob": true, "decoder_sparse_step": 1, "rope_theta": 1e6,
+        "tie_word_embeddings": false
+    })
+}
+
+fn nemotron3_nano() -> Value {
+    json!({
+        "model_type": "nemotron_h", "vocab_size": 131_072, "hidden_size": 2688, "num_hidden_layers": 52,
+        "hybrid_override_pattern": "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME",
+        "num_attention_heads": 32, "head_dim": 128, "num_key_value_heads": 2, "mamba_num_heads": 64, "mamba_head_dim": 64,
+        "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128, "intermediate_size": 1856,
+        "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128,
+        "n_shared_experts": 1, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5, "norm_topk_prob": true,
+        "n_group": 1, "topk_group": 1, "mlp_hidden_act": "relu2"
+    })
+}
+
+fn tiny_qwen3_moe() -> Value {
+    json!({
+        "model_type": "qwen3_moe", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 48, "norm_topk_prob": true
+    })
+}
+
+fn tiny_nemotron_h() -> Value {
+    json!({
+        "model_type": "nemotron_h", "vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 7,
+        "hybrid_override_pattern": "ME*MEM-", "num_attention_heads": 4, "head_dim": 16, "num_key_value_heads": 2,
+        "mamba_num_heads": 8, "mamba_head_dim": 16, "n_groups": 2, "ssm_state_size": 16, "conv_kernel": 4, "chunk_size": 32,
+        "intermediate_size": 96, "moe_intermediate_size": 48, "moe_shared_expert_intermediate_size": 64,
+        "n_routed_experts": 8, "num_experts_per_tok": 2, "routed_scaling_factor": 2.5
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn published_sizes() {
+        for (name, total) in [("qwen3_30b_a3b", 3053.0), ("nemotron3_nano", 3158.0)] {
+            let config = Preset::find(name).unwrap().config(None, None).unwrap();
+            assert_eq!((config.parameters().total() as f64 / 1e7).round(), total, "{name}");
+        }
+    }
+
+    #[test]
+    fn layers_and_experts_are_cut() {
+        let qwen = Preset::find("qwen3_30b_a3b").unwrap().config(Some(8), Some(16)).unwrap();
+        let AutoConfig::Qwen3Moe(c) = &qwen else { panic!("{qwen:?}") };
+        assert_eq!((c.num_hidden_layers, c.num_experts), (8, 16));
+        let nano = Preset::find("nemotron3_nano").unwrap().config(Some(14), None).unwrap();
+        let AutoConfig::NemotronH(c) = &nano else { panic!("{nano:?}") };
+        assert_eq!((c.layers.len(), c.moe.router.num_experts), (14, 128));
+        for preset in PRESETS {
+            preset.config(Some(1), None).unwrap();
+            for layers in [0, 1000] {
+                assert!(preset.config(Some(layers), None).unwrap_err().to_string().contains("--layers"));
+            }
+        }
+        let error = Preset::find("qwen").unwrap_err().to_string();
+        assert!(error.contains("qwen3_30b_a3b") && error.contains("tiny_nemotron_h"), "{error}");
+    }
+}
