@@ -198,7 +198,10 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
 
     fn rms_norm(x: FloatTensor<Self>, weight_d: FloatTensor<Self>, desc: &NormDesc) -> FloatTensor<Self> {
         match cube_rows(&x, &[&weight_d], 1) {
-            Some(rows) => cube::rms_norm::rms_norm(x, weight_d, desc, rows),
+            Some(rows) => {
+                let round_before_weight = desc.rounding == NormRounding::Llama;
+                cube::rms_norm::forward(x, None, weight_d, 1, desc.eps, round_before_weight, rows)
+            }
             None => reference::rms_norm::rms_norm::<Self>(x, weight_d, desc),
         }
     }
@@ -210,7 +213,10 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         desc: &NormDesc,
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         match cube_rows(&x, &[&weight_d], 1) {
-            Some(rows) if grad.dtype == x.dtype => cube::rms_norm::rms_norm_backward::<Self>(grad, x, weight_d, desc, rows),
+            Some(rows) if grad.dtype == x.dtype => {
+                let (x, _, weight_d) = cube::rms_norm::backward(grad, x, None, weight_d, 1, desc.eps, rows);
+                (x, weight_d)
+            }
             _ => reference::rms_norm::rms_norm_backward::<Self>(grad, x, weight_d, desc),
         }
     }
@@ -223,7 +229,7 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         eps: f32,
     ) -> FloatTensor<Self> {
         match cube_rows(&y, &[&z, &weight_d], groups) {
-            Some(rows) => cube::gated_rms_norm::gated_rms_norm(y, z, weight_d, groups, eps, rows),
+            Some(rows) => cube::rms_norm::forward(y, Some(z), weight_d, groups, eps, true, rows),
             None => reference::gated_rms_norm::gated_rms_norm::<Self>(y, z, weight_d, groups, eps),
         }
     }
@@ -238,7 +244,8 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
         match cube_rows(&y, &[&z, &weight_d], groups) {
             Some(rows) if grad.dtype == y.dtype => {
-                cube::gated_rms_norm::gated_rms_norm_backward::<Self>(grad, y, z, weight_d, groups, eps, rows)
+                let (y, z, weight_d) = cube::rms_norm::backward(grad, y, Some(z), weight_d, groups, eps, rows);
+                (y, z.expect("a gate has a gradient"), weight_d)
             }
             _ => reference::gated_rms_norm::gated_rms_norm_backward::<Self>(grad, y, z, weight_d, groups, eps),
         }

@@ -5,11 +5,11 @@
 
 pub mod activation;
 pub mod adamw;
+pub mod column_sums;
 #[cfg(test)]
 mod compile_check;
 pub mod count;
 pub mod expert_mlp;
-pub mod gated_rms_norm;
 pub mod launch;
 pub mod norm;
 pub mod permute;

@@ -1,30 +1,52 @@
-//! RMSNorm: one team of units a row.
+//! RMSNorm, and the gated group RMSNorm of Mamba-2: one team of units a row, or a group of a row.
 
-use burn_backend::{Backend, TensorMetadata};
+use burn_backend::TensorMetadata;
 use cubecl::prelude::*;
 
 use super::super::raw::{CudaTensor, dense, empty};
-use super::reduce::{team_sum, vector_sum};
+use super::column_sums::column_sums;
+use super::reduce::{sigmoid, team_sum, vector_sum};
 use super::rows::Rows;
-use crate::desc::{NormDesc, NormRounding};
+
+/// What is normalised: `x`, or `x * silu(z)`.
+#[cube]
+fn gated_value<T: Float, Z: Float, N: Size>(
+    x: &Tensor<Vector<T, N>>,
+    z: &Tensor<Vector<Z, N>>,
+    at: usize,
+    #[comptime] gated: bool,
+) -> Vector<f32, N> {
+    let value = Vector::<f32, N>::cast_from(x[at]);
+    if comptime!(gated) {
+        let gate = Vector::<f32, N>::cast_from(z[at]);
+        value * (gate * sigmoid(gate))
+    } else {
+        value
+    }
+}
 
 #[cube(launch_unchecked, address_type = "u64")]
-fn forward_kernel<T: Float, W: Float, N: Size>(
+fn forward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     x: &Tensor<Vector<T, N>>,
+    z: &Tensor<Vector<Z, N>>,
     weight: &Tensor<Vector<W, N>>,
     out: &mut Tensor<Vector<T, N>>,
     rows: usize,
     vectors: usize,
+    groups: usize,
     width: f32,
     eps: f32,
     #[comptime] items: usize,
     #[comptime] planes: usize,
+    #[comptime] gated: bool,
     #[comptime] round_before_weight: bool,
-    #[define(T, W)] _dtypes: [StorageType; 2],
+    #[define(T, Z, W)] _dtypes: [StorageType; 3],
 ) {
     let unit = UNIT_POS_X as usize;
     let step = CUBE_DIM_X as usize;
-    let mut row = CUBE_POS * CUBE_DIM_Y as usize + UNIT_POS_Y as usize;
+    let team = CUBE_POS * CUBE_DIM_Y as usize + UNIT_POS_Y as usize;
+    let group = team % groups * vectors;
+    let mut row = team;
     while row < rows {
         let base = row * vectors;
         let mut values = Array::<Vector<f32, N>>::new(items);
@@ -33,7 +55,7 @@ fn forward_kernel<T: Float, W: Float, N: Size>(
         for item in 0..items {
             let column = unit + item * step;
             if column < vectors {
-                let value = Vector::<f32, N>::cast_from(x[base + column]);
+                let value = gated_value::<T, Z, N>(x, z, base + column, gated);
                 squares += value * value;
                 values[item] = value;
             }
@@ -45,7 +67,7 @@ fn forward_kernel<T: Float, W: Float, N: Size>(
             let column = unit + item * step;
             if column < vectors {
                 let y = values[item] * scale;
-                let w = Vector::<f32, N>::cast_from(weight[column]);
+                let w = Vector::<f32, N>::cast_from(weight[group + column]);
                 if comptime!(round_before_weight) {
                     let rounded = Vector::<f32, N>::cast_from(Vector::<T, N>::cast_from(y));
                     out[base + column] = Vector::cast_from(w * rounded);
@@ -60,23 +82,29 @@ fn forward_kernel<T: Float, W: Float, N: Size>(
 
 /// Each team keeps its own fp32 sum of the weight gradient in registers and stores it at the end.
 #[cube(launch_unchecked, address_type = "u64")]
-fn backward_kernel<T: Float, W: Float, N: Size>(
+fn backward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     grad: &Tensor<Vector<T, N>>,
     x: &Tensor<Vector<T, N>>,
+    z: &Tensor<Vector<Z, N>>,
     weight: &Tensor<Vector<W, N>>,
     grad_x: &mut Tensor<Vector<T, N>>,
+    grad_z: &mut Tensor<Vector<Z, N>>,
     grad_weight_parts: &mut Tensor<Vector<f32, N>>,
     rows: usize,
     vectors: usize,
+    groups: usize,
     width: f32,
     eps: f32,
     #[comptime] items: usize,
     #[comptime] planes: usize,
-    #[define(T, W)] _dtypes: [StorageType; 2],
+    #[comptime] gated: bool,
+    #[define(T, Z, W)] _dtypes: [StorageType; 3],
 ) {
     let unit = UNIT_POS_X as usize;
     let step = CUBE_DIM_X as usize;
     let team = CUBE_POS * CUBE_DIM_Y as usize + UNIT_POS_Y as usize;
+    let group = team % groups * vectors;
+    let one = Vector::<f32, N>::new(1.0);
     let mut weights = Array::<Vector<f32, N>>::new(items);
     let mut sums = Array::<Vector<f32, N>>::new(items);
     #[unroll]
@@ -84,7 +112,7 @@ fn backward_kernel<T: Float, W: Float, N: Size>(
         let column = unit + item * step;
         sums[item] = Vector::new(0.0);
         if column < vectors {
-            weights[item] = Vector::cast_from(weight[column]);
+            weights[item] = Vector::cast_from(weight[group + column]);
         }
     }
     let mut row = team;
@@ -96,7 +124,7 @@ fn backward_kernel<T: Float, W: Float, N: Size>(
         for item in 0..items {
             let column = unit + item * step;
             if column < vectors {
-                let value = Vector::<f32, N>::cast_from(x[base + column]);
+                let value = gated_value::<T, Z, N>(x, z, base + column, gated);
                 let g = Vector::<f32, N>::cast_from(grad[base + column]);
                 squares += value * value;
                 products += g * weights[item] * value;
@@ -106,14 +134,25 @@ fn backward_kernel<T: Float, W: Float, N: Size>(
         let pull = team_sum(vector_sum(products), planes) / width * scale * scale;
         let scale = Vector::<f32, N>::new(scale);
         let pull = Vector::<f32, N>::new(pull);
+        // the second pass reads the row again, from the cache, instead of holding up to three tensors in registers
         #[unroll]
         for item in 0..items {
             let column = unit + item * step;
             if column < vectors {
-                let value = Vector::<f32, N>::cast_from(x[base + column]);
-                let g = Vector::<f32, N>::cast_from(grad[base + column]);
-                grad_x[base + column] = Vector::cast_from(scale * (g * weights[item] - value * pull));
+                let at = base + column;
+                let value = gated_value::<T, Z, N>(x, z, at, gated);
+                let g = Vector::<f32, N>::cast_from(grad[at]);
+                let grad_value = scale * (g * weights[item] - value * pull);
                 sums[item] += g * value * scale;
+                if comptime!(gated) {
+                    let gate = Vector::<f32, N>::cast_from(z[at]);
+                    let sigma = sigmoid(gate);
+                    grad_x[at] = Vector::cast_from(grad_value * (gate * sigma));
+                    let slope = sigma * (one + gate * (one - sigma));
+                    grad_z[at] = Vector::cast_from(grad_value * Vector::cast_from(x[at]) * slope);
+                } else {
+                    grad_x[at] = Vector::cast_from(grad_value);
+                }
             }
         }
         row += CUBE_COUNT * CUBE_DIM_Y as usize;
@@ -127,13 +166,26 @@ fn backward_kernel<T: Float, W: Float, N: Size>(
     }
 }
 
-/// See [`crate::MoeBackend::rms_norm`]; `rows` are those of `x`.
-pub fn rms_norm(x: CudaTensor, weight: CudaTensor, desc: &NormDesc, rows: Rows) -> CudaTensor {
+/// See [`crate::MoeBackend::rms_norm`] and, with a gate, [`crate::MoeBackend::gated_rms_norm`]; `rows` are those of `x` cut into
+/// `groups`.
+pub fn forward(
+    x: CudaTensor,
+    gate: Option<CudaTensor>,
+    weight: CudaTensor,
+    groups: usize,
+    eps: f32,
+    round_before_weight: bool,
+    rows: Rows,
+) -> CudaTensor {
     let (x, weight) = (dense(x), dense(weight));
+    let gated = gate.is_some();
+    // an absent gate is bound to x and never read
+    let gate = gate.map_or_else(|| x.clone(), dense);
     let client = x.client.clone();
     let out = empty(&x, &x.shape().iter().copied().collect::<Vec<_>>(), x.dtype);
-    let dtypes = [x.dtype.into(), weight.dtype.into()];
-    // SAFETY: x and out hold `rows.count` rows of `rows.width` elements and the weight one; all are dense and aligned.
+    let dtypes = [x.dtype.into(), gate.dtype.into(), weight.dtype.into()];
+    // SAFETY: x, gate and out hold `rows.count` rows of `rows.width` elements and the weight `groups` of them; all are dense
+    // and aligned, and the number of teams is a multiple of the groups.
     unsafe {
         forward_kernel::launch_unchecked(
             &client,
@@ -141,34 +193,44 @@ pub fn rms_norm(x: CudaTensor, weight: CudaTensor, desc: &NormDesc, rows: Rows) 
             rows.cube_dim,
             rows.vector,
             x.into_tensor_arg(),
+            gate.into_tensor_arg(),
             weight.into_tensor_arg(),
             out.clone().into_tensor_arg(),
             rows.count,
             rows.vectors(),
+            groups,
             rows.width as f32,
-            desc.eps,
+            eps,
             rows.items,
             rows.planes,
-            desc.rounding == NormRounding::Llama,
+            gated,
+            round_before_weight,
             dtypes,
         );
     }
     out
 }
 
-/// See [`crate::MoeBackend::rms_norm_backward`]; `grad` has the dtype of `x`.
-pub fn rms_norm_backward<B>(grad: CudaTensor, x: CudaTensor, weight: CudaTensor, desc: &NormDesc, rows: Rows) -> (CudaTensor, CudaTensor)
-where
-    B: Backend<FloatTensorPrimitive = CudaTensor>,
-{
+/// Gradients of x, the gate and the weight; `grad` has the dtype of `x`.
+pub fn backward(
+    grad: CudaTensor,
+    x: CudaTensor,
+    gate: Option<CudaTensor>,
+    weight: CudaTensor,
+    groups: usize,
+    eps: f32,
+    rows: Rows,
+) -> (CudaTensor, Option<CudaTensor>, CudaTensor) {
     let (grad, x, weight) = (dense(grad), dense(x), dense(weight));
     let client = x.client.clone();
-    let grad_x = empty(&x, &x.shape().iter().copied().collect::<Vec<_>>(), x.dtype);
-    let parts = empty(&x, &[rows.teams(), rows.width], burn_backend::DType::F32);
+    let shape = x.shape().iter().copied().collect::<Vec<_>>();
+    let grad_x = empty(&x, &shape, x.dtype);
+    let grad_gate = gate.as_ref().map(|gate| empty(&x, &shape, gate.dtype));
+    let gate = gate.map_or_else(|| x.clone(), dense);
+    let parts = empty(&x, &[rows.teams() / groups, groups * rows.width], burn_backend::DType::F32);
     let weight_dtype = weight.dtype;
-    let dtypes = [x.dtype.into(), weight.dtype.into()];
-    // SAFETY: grad, x and grad_x hold `rows.count` rows of `rows.width` elements, the weight one and the parts one for each
-    // team; all are dense and aligned.
+    let dtypes = [x.dtype.into(), gate.dtype.into(), weight.dtype.into()];
+    // SAFETY: as in `forward`; the parts hold one row of `rows.width` elements for each team.
     unsafe {
         backward_kernel::launch_unchecked(
             &client,
@@ -177,20 +239,23 @@ where
             rows.vector,
             grad.into_tensor_arg(),
             x.into_tensor_arg(),
+            gate.into_tensor_arg(),
             weight.into_tensor_arg(),
             grad_x.clone().into_tensor_arg(),
+            grad_gate.as_ref().unwrap_or(&grad_x).clone().into_tensor_arg(),
             parts.clone().into_tensor_arg(),
             rows.count,
             rows.vectors(),
+            groups,
             rows.width as f32,
-            desc.eps,
+            eps,
             rows.items,
             rows.planes,
+            grad_gate.is_some(),
             dtypes,
         );
     }
-    let sum = B::float_reshape(B::float_sum_dim(parts, 0), [rows.width].into());
-    (grad_x, B::float_cast(sum, weight_dtype.into()))
+    (grad_x, grad_gate, column_sums(parts, &[groups * rows.width], weight_dtype))
 }
 
 #[cfg(test)]
@@ -199,62 +264,65 @@ pub(super) fn variants() -> Vec<String> {
     use half::bf16;
     type N = Const<4>;
 
-    let dtypes = [
-        bf16::as_type_native_unchecked().storage_type(),
-        f32::as_type_native_unchecked().storage_type(),
-    ];
-    let (items, planes) = (3, 8);
+    let narrow = bf16::as_type_native_unchecked().storage_type();
+    let dtypes = [narrow, narrow, f32::as_type_native_unchecked().storage_type()];
     let mut sources = Vec::new();
-    for round_before_weight in [false, true] {
+    // wide rows of several planes, and the narrow groups of Mamba-2
+    for (gated, items, planes, cube_dim) in [(false, 3, 8, CubeDim::new_2d(256, 1)), (true, 4, 1, CubeDim::new_2d(32, 8))] {
+        for round_before_weight in [false, true] {
+            let mut p = Parameters::new();
+            let [x, z] = [(); 2].map(|()| p.input::<Vector<bf16, N>>());
+            let (w, out) = (p.input::<Vector<f32, N>>(), p.output::<Vector<bf16, N>>());
+            let [rows, vectors, groups] = [(); 3].map(|()| p.scalar::<usize>());
+            let [width, eps] = [(); 2].map(|()| p.scalar::<f32>());
+            forward_kernel::expand::<bf16, bf16, f32, N>(
+                &mut p.0.scope,
+                4,
+                x,
+                z,
+                w,
+                out,
+                rows,
+                vectors,
+                groups,
+                width,
+                eps,
+                items,
+                planes,
+                gated,
+                round_before_weight,
+                dtypes,
+            );
+            sources.push(p.source("rms_norm", cube_dim));
+        }
         let mut p = Parameters::new();
-        let tensors = (
-            p.input::<Vector<bf16, N>>(),
-            p.input::<Vector<f32, N>>(),
-            p.output::<Vector<bf16, N>>(),
-        );
-        let scalars = (p.scalar::<usize>(), p.scalar::<usize>(), p.scalar::<f32>(), p.scalar::<f32>());
-        let scope = &mut p.0.scope;
-        forward_kernel::expand::<bf16, f32, N>(
-            scope,
+        let [grad, x, z] = [(); 3].map(|()| p.input::<Vector<bf16, N>>());
+        let w = p.input::<Vector<f32, N>>();
+        let [grad_x, grad_z] = [(); 2].map(|()| p.output::<Vector<bf16, N>>());
+        let parts = p.output::<Vector<f32, N>>();
+        let [rows, vectors, groups] = [(); 3].map(|()| p.scalar::<usize>());
+        let [width, eps] = [(); 2].map(|()| p.scalar::<f32>());
+        backward_kernel::expand::<bf16, bf16, f32, N>(
+            &mut p.0.scope,
             4,
-            tensors.0,
-            tensors.1,
-            tensors.2,
-            scalars.0,
-            scalars.1,
-            scalars.2,
-            scalars.3,
+            grad,
+            x,
+            z,
+            w,
+            grad_x,
+            grad_z,
+            parts,
+            rows,
+            vectors,
+            groups,
+            width,
+            eps,
             items,
             planes,
-            round_before_weight,
+            gated,
             dtypes,
         );
-        sources.push(p.source("rms_norm", CubeDim::new_2d(256, 1)));
+        sources.push(p.source("rms_norm_backward", cube_dim));
     }
-    let mut p = Parameters::new();
-    let inputs = (
-        p.input::<Vector<bf16, N>>(),
-        p.input::<Vector<bf16, N>>(),
-        p.input::<Vector<f32, N>>(),
-    );
-    let outputs = (p.output::<Vector<bf16, N>>(), p.output::<Vector<f32, N>>());
-    let scalars = (p.scalar::<usize>(), p.scalar::<usize>(), p.scalar::<f32>(), p.scalar::<f32>());
-    backward_kernel::expand::<bf16, f32, N>(
-        &mut p.0.scope,
-        4,
-        inputs.0,
-        inputs.1,
-        inputs.2,
-        outputs.0,
-        outputs.1,
-        scalars.0,
-        scalars.1,
-        scalars.2,
-        scalars.3,
-        items,
-        planes,
-        dtypes,
-    );
-    sources.push(p.source("rms_norm_backward", CubeDim::new_2d(256, 1)));
     sources
 }

@@ -9,7 +9,7 @@ use burn_backend::{Backend, DType, TensorMetadata, tensor::FloatTensor};
 use burn_cubecl::kernel::cast;
 use cubecl::server::Handle;
 
-use super::super::cube::{fits, launch::dense_f32};
+use super::super::cube::{column_sums::column_sums, fits, launch::dense_f32};
 use super::super::raw::{CudaTensor, RawKernel, dense, empty, multiprocessors};
 use super::{Tokens, int_type, kernel};
 use crate::backend::{SsdGrads, SsdOutPrim, SsdPrim};
@@ -388,8 +388,11 @@ where
     scan.launch(config.sums(), (3 * heads).div_ceil(128), &[&parts, &a_log, &d, &dt_bias], None);
 
     let of_group = |parts: CudaTensor, dtype: DType| {
-        let sum = if splits == 1 { parts } else { B::float_sum_dim(parts, 0) };
-        cast(B::float_reshape(sum, group_dims.into()), dtype)
+        if splits == 1 {
+            cast(B::float_reshape(parts, group_dims.into()), dtype)
+        } else {
+            column_sums(parts, &group_dims, dtype)
+        }
     };
     SsdGrads {
         x: cast(dx, dtypes[0]),
