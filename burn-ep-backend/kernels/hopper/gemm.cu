@@ -1,3 +1,12 @@
+// a consumer warp hands a stage back to every block that fills it
+__device__ __forceinline__ void release(u32 bar, int lane) {
+#if CLUSTER == 2
+  if (lane < 2) bar_arrive_remote(bar, lane);
+#else
+  if (lane == 0) bar_arrive(bar);
+#endif
+}
+
 // ---- operand boxes ----------------------------------------------------------------------------------------------------
 // half i (64 rows of the tile) of A, k block at kx
 template <bool MC> __device__ __forceinline__ void load_a(u32 sa, const TensorMap* m, u32 bar, const Tile& t, int kx, int i) {
@@ -8,8 +17,8 @@ template <bool MC> __device__ __forceinline__ void load_a(u32 sa, const TensorMa
   tma_load_2d<MC>(dst, m, bar, kx, t.row0 + i * 64);
 #endif
 }
-// half i of B: BN/2 columns, or all columns of 32 rows (MN-major, BN 192)
-template <bool MC> __device__ __forceinline__ void load_b(u32 sb, const TensorMap* m, u32 bar, const Tile& t, int kx, int i) {
+// half i of B: BN/2 columns, or all columns of 32 rows (MN-major, BN 192). EPI 1: gate rows, then up rows, `f` further on
+template <bool MC> __device__ __forceinline__ void load_b(u32 sb, const TensorMap* m, u32 bar, const Tile& t, int kx, int i, int f) {
 #if BT
   #pragma unroll
   for (int q = 0; q < (B_BOX_K == 64 ? BN / 128 : BN / 64); ++q) {
@@ -22,7 +31,7 @@ template <bool MC> __device__ __forceinline__ void load_b(u32 sb, const TensorMa
 #endif
   }
 #else
-  tma_load_3d<MC>(sb + i * (B_BYTES / 2), m, bar, kx, t.col0 + i * (BN / 2), t.group);
+  tma_load_3d<MC>(sb + i * (B_BYTES / 2), m, bar, kx, t.col0 + i * (EPI == 1 ? f : BN / 2), t.group);
 #endif
 }
 
@@ -31,21 +40,30 @@ extern "C" __global__ void __launch_bounds__(384, 1)
 #if CLUSTER == 2
 __cluster_dims__(2, 1, 1)
 #endif
-ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRAD: ragged view of [rows, M], box 1 x 1 x 64 x 64
+ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRAD: ragged view of [rows, M], box 1 x 1 x 64 x 64; unused if gathered
       const __grid_constant__ TensorMap map_b,    // [groups, N, K] box 1 x BN/2 x 64; B_MN: [groups, K, N] box 1 x B_BOX_K x 64; WGRAD: ragged [rows, N] box 1 x 1 x B_BOX_K x 64
-      const __grid_constant__ TensorMap map_d,    // [rows, N] ([groups M, N]; EPI 3: [rows, 2 N]), box 16 x 128 bytes
+      const __grid_constant__ TensorMap map_d,    // [rows, N] ([groups M, N]), box 16 x 128 bytes; EPI: [rows, halves, columns], box 16 x 1 x 64
 #if EPI
-      const __grid_constant__ TensorMap map_h,    // EPI 1, 2: H; EPI 3: P. Box 16 x 64
+      const __grid_constant__ TensorMap map_h,    // like map_d
+#endif
+#if BACKWARD
+      const __grid_constant__ TensorMap map_p,    // like map_d
 #endif
       const unsigned short* a, const unsigned short* b, unsigned char* d,
 #if EPI
       unsigned char* h,
 #endif
+#if BACKWARD
+      const unsigned char*,
+#endif
       const int* offsets,
 #if GATHER
-      const int* index,
+      const int* slots,
 #endif
-#if EPI == 3
+#if BIAS
+      const float* bias,
+#endif
+#if WEIGHTED
       const float* w, float* dw,
 #endif
 #if DYN
@@ -72,7 +90,7 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
       bar_init(full + 8 * s, FULL_COUNT);                // producer's arrival; the data is counted in bytes
       bar_init(empty + 8 * s, 8 * CLUSTER);              // one lane of each consumer warp of every block that reads or shares it
     }
-#if EPI == 3
+#if BACKWARD
     for (int i = 0; i < 8; ++i) bar_init(base + BAR_OFF + 64 + 8 * i, 1);
 #endif
 #if DYN
@@ -85,7 +103,7 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
   }
   if (warp == 4) {                                       // prefix sums of the units of all groups
     int sum = 0;
-    const int ct = (n + BN - 1) / BN;
+    const int ct = (n + COLS - 1) / COLS;
     if (lane == 0) tab[0] = 0;
     for (int g0 = 0; g0 < (int)info.groups; g0 += 32) {
       int g = g0 + lane, u = 0;
@@ -108,7 +126,7 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
 #endif
   Scheduler sched;
   sched.unit = (int)(blockIdx.x / CLUSTER); sched.step = (int)(gridDim.x / CLUSTER); sched.group = 0; sched.rank = rank;
-  sched.raster = (int)info.raster; sched.col_tiles = (n + BN - 1) / BN; sched.groups = (int)info.groups;
+  sched.raster = (int)info.raster; sched.col_tiles = (n + COLS - 1) / COLS; sched.groups = (int)info.groups;
   sched.m = (int)info.m; sched.k = (int)info.k; sched.tab = tab; sched.off = offsets;
 #if DYN
   sched.counter = counter; sched.queue = base + QUEUE_OFF; sched.seq = 0; sched.drawn = 0;
@@ -131,14 +149,14 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
 #if CLUSTER == 2
           if (t.share_a) {
             load_a<true>(sa, &map_a, bar, t, kx, rank);
-            load_b<false>(sb, &map_b, bar, t, kx, 0); load_b<false>(sb, &map_b, bar, t, kx, 1);
+            load_b<false>(sb, &map_b, bar, t, kx, 0, n); load_b<false>(sb, &map_b, bar, t, kx, 1, n);
           } else {
             load_a<false>(sa, &map_a, bar, t, kx, 0); load_a<false>(sa, &map_a, bar, t, kx, 1);
-            load_b<true>(sb, &map_b, bar, t, kx, rank);
+            load_b<true>(sb, &map_b, bar, t, kx, rank, n);
           }
 #else
           load_a<false>(sa, &map_a, bar, t, kx, 0); load_a<false>(sa, &map_a, bar, t, kx, 1);
-          load_b<false>(sb, &map_b, bar, t, kx, 0); load_b<false>(sb, &map_b, bar, t, kx, 1);
+          load_b<false>(sb, &map_b, bar, t, kx, 0, n); load_b<false>(sb, &map_b, bar, t, kx, 1, n);
 #endif
           if (++s == STAGES) { s = 0; ph ^= 1; }
         }
@@ -150,30 +168,47 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
     // chunk t % 8 of rows t/8 + 16 i. Its arrival on `full` is asynchronous: it happens when its copies have landed
     // (noinc: it is one of the FULL_COUNT expected arrivals). cp.async writes through the generic proxy and wgmma reads
     // through the async proxy, so the consumer fences after its wait.
-    const int chunk = threadIdx.x & 7, r0 = threadIdx.x >> 3;
+    const int chunk = threadIdx.x & 7, r0 = threadIdx.x >> 3, top_k = (int)info.top_k;
     const u32 dst0 = (u32)(r0 * 128 + ((chunk ^ (r0 & 7)) << 4));
 #if WGRAD
     for (bool ok = sched.locate_unit(t, role); ok; ok = sched.next(t, role)) {
       int src[4];
       #pragma unroll
-      for (int i = 0; i < 4; ++i) { const int r = t.k0 + r0 + 16 * i; src[i] = r < t.k1 ? __ldg(index + r) : -1; }
+      for (int i = 0; i < 4; ++i) { const int r = t.k0 + r0 + 16 * i; src[i] = r < t.k1 ? __ldg(slots + r) / top_k : -1; }
       for (int kx = t.k0; kx < t.k1; kx += BK) {
         const u32 sa = base + s * STAGE_BYTES, sb = sa + A_BYTES, bar = full + 8 * s;
         int nxt[4];                                      // the next block's rows, fetched behind this one's copies
         #pragma unroll
-        for (int i = 0; i < 4; ++i) { const int r = kx + BK + r0 + 16 * i; nxt[i] = r < t.k1 ? __ldg(index + r) : -1; }
+        for (int i = 0; i < 4; ++i) { const int r = kx + BK + r0 + 16 * i; nxt[i] = r < t.k1 ? __ldg(slots + r) / top_k : -1; }
         bar_wait(empty + 8 * s, ph ^ 1);
+#if GATHER == 1
         if (threadIdx.x == 0) {
           bar_expect(bar, A_BYTES);
           load_a<false>(sa, &map_a, bar, t, kx, 0); load_a<false>(sa, &map_a, bar, t, kx, 1);
         }
+        const unsigned short* const from = b;
+        const u32 to = sb + dst0;
+        const int col = t.col0 + chunk * 8, cols = n, blocks = BN / 64;
+#else
+        if (threadIdx.x == 0) {
+          bar_expect(bar, B_BYTES);
+#if CLUSTER == 2
+          if (!t.share_a) load_b<true>(sb, &map_b, bar, t, kx, rank, n);
+          else
+#endif
+          { load_b<false>(sb, &map_b, bar, t, kx, 0, n); load_b<false>(sb, &map_b, bar, t, kx, 1, n); }
+        }
+        const unsigned short* const from = a;
+        const u32 to = sa + dst0;
+        const int col = t.m0 + chunk * 8, cols = (int)info.m, blocks = BM / 64;
+#endif
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const unsigned short* p = b + (u64)(src[i] < 0 ? 0 : src[i]) * info.ld + t.col0 + chunk * 8;
+          const unsigned short* p = from + (u64)(src[i] < 0 ? 0 : src[i]) * info.ld + col;
           #pragma unroll
-          for (int j = 0; j < BN / 64; ++j) {
-            const u32 bytes = (src[i] >= 0 && t.col0 + j * 64 + chunk * 8 < n) ? 16 : 0;   // 0: the destination is zero-filled
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(sb + dst0 + i * 2048 + j * 8192), "l"(bytes ? p + j * 64 : b), "r"(bytes) : "memory");
+          for (int j = 0; j < blocks; ++j) {
+            const u32 bytes = (src[i] >= 0 && col + j * 64 < cols) ? 16 : 0;   // 0: the destination is zero-filled
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to + i * 2048 + j * 8192), "l"(bytes ? p + j * 64 : from), "r"(bytes) : "memory");
           }
           src[i] = nxt[i];
         }
@@ -185,17 +220,17 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
     for (bool ok = sched.locate_unit(t, role); ok; ok = sched.next(t, role)) {
       int src[8];
       #pragma unroll
-      for (int i = 0; i < 8; ++i) { int r = t.row0 + r0 + 16 * i; src[i] = r < t.row_end ? __ldg(index + r) : -1; }
+      for (int i = 0; i < 8; ++i) { int r = t.row0 + r0 + 16 * i; src[i] = r < t.row_end ? __ldg(slots + r) / top_k : -1; }
       for (int kx = 0; kx < t.k1; kx += BK) {
         const u32 sa = base + s * STAGE_BYTES, sb = sa + A_BYTES, bar = full + 8 * s;
         bar_wait(empty + 8 * s, ph ^ 1);
         if (threadIdx.x == 0) {
           bar_expect(bar, B_BYTES);
 #if CLUSTER == 2
-          if (!t.share_a) load_b<true>(sb, &map_b, bar, t, kx, rank);
+          if (!t.share_a) load_b<true>(sb, &map_b, bar, t, kx, rank, n);
           else
 #endif
-          { load_b<false>(sb, &map_b, bar, t, kx, 0); load_b<false>(sb, &map_b, bar, t, kx, 1); }
+          { load_b<false>(sb, &map_b, bar, t, kx, 0, n); load_b<false>(sb, &map_b, bar, t, kx, 1, n); }
         }
         const int kc = kx + chunk * 8;
         #pragma unroll
@@ -225,13 +260,16 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
     out.slab = base + STAGES * STAGE_BYTES + (u32)w8 * (OUT_BUFS * OUT_SLAB);
     out.map = &map_d; out.d = d; out.n = n; out.lane = lane; out.buf = 0; out.rows = 0;
 #if EPI
-    out.map_h = &map_h; out.h = h;
+    out.map_h = &map_h; out.h = h; out.alpha = __uint_as_float((u32)info.alpha); out.limit = __uint_as_float((u32)info.limit);
 #endif
-#if EPI == 3
-    out.w = w; out.dw = dw; out.phase = 0; out.bar = base + BAR_OFF + 64 + 8 * w8;
-#define FETCH(c) out.fetch(c)
-#else
-#define FETCH(c)
+#if BIAS
+    out.bias = bias;
+#endif
+#if BACKWARD
+    out.map_p = &map_p; out.parity = 0; out.bar = base + BAR_OFF + 64 + 8 * w8;
+#endif
+#if WEIGHTED
+    out.slots = slots; out.w = w; out.dw = dw;
 #endif
     float acc[BN / 2];
     u32 pend[PEND];                                      // the finished tile (bf16 pairs, or fp32), waiting to be stored
@@ -240,17 +278,13 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
     asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(t_all));
 #endif
     bool more = sched.locate_unit(t, READER);
-    while (more) {
-      const int row = t.row0 + w8 * 16, rows = t.row_end - row, col0 = t.col0;
-      const int k_blocks = (t.k1 - t.k0 + BK - 1) / BK;
-#if PROFILE
-      blocks += k_blocks;
-#endif
-      if (t.row_end - t.row0 <= (wg - 1) * 64) {         // short last tile, no row of it is ours:
+    for (;;) {
+      if (!more || t.row_end - t.row0 <= (wg - 1) * 64) {  // the end, or a short last tile of which no row is ours:
         #pragma unroll
-        for (int c = 0; c < CHUNKS; ++c) { FETCH(c); out.chunk(pend + c * 16, c); }
+        for (int p = 0; p < PHASES; ++p) out.phase(pend, p);
+        if (!more) break;
         out.rows = 0;
-        for (int kb = 0; kb < k_blocks; ++kb) {          // pass the stages on, leave the tensor cores to the other warpgroup
+        for (int kx = t.k0; kx < t.k1; kx += BK) {       // pass the stages on, leave the tensor cores to the other warpgroup
           bar_wait(full + 8 * s, ph);
           release(empty + 8 * s, lane);
           if (++s == STAGES) { s = 0; ph ^= 1; }
@@ -258,6 +292,14 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
         more = sched.next(t, READER);
         continue;
       }
+      const int row = t.row0 + w8 * 16, rows = t.row_end - row, col0 = t.col0;
+#if BIAS
+      const int group = t.group;
+#endif
+      const int k_blocks = (t.k1 - t.k0 + BK - 1) / BK;
+#if PROFILE
+      blocks += k_blocks;
+#endif
       int prev = 0, kb = 0;
       auto step = [&]() {
         bar_wait(full + 8 * s, ph);
@@ -279,20 +321,14 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
       };
       // Deferred epilogue: the finished tile leaves in chunks behind the first k blocks of the next tile, so the tensor
       // cores do not wait for it.
-#if SPREAD > 1
-      const int gap = min(max(k_blocks / CHUNKS, 1), SPREAD);        // k blocks between chunks
-#endif
+      const int gap = min(max(k_blocks / PHASES, 1), SPREAD);          // k blocks between phases
       #pragma unroll
-      for (int c = 0; c < CHUNKS; ++c) {
-#if EPI == 3
-        if (kb < k_blocks) step();
-        FETCH(c);
-#endif
+      for (int p = 0; p < PHASES; ++p) {
 #if SPREAD > 1
         for (int i = 0; i < gap; ++i)
 #endif
         if (kb < k_blocks) step();
-        out.chunk(pend + c * 16, c);
+        out.phase(pend, p);
       }
       while (kb < k_blocks) step();
       more = sched.next(t, READER);                              // hidden behind the last products
@@ -311,9 +347,10 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
 #endif
       }
       out.row = row; out.rows = rows; out.col0 = col0;
+#if BIAS
+      out.group = group;
+#endif
     }
-    #pragma unroll
-    for (int c = 0; c < CHUNKS; ++c) { FETCH(c); out.chunk(pend + c * 16, c); }
     if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 #if PROFILE
     if (threadIdx.x == 128) {

@@ -4,20 +4,19 @@
 //   WGRAD 0, B_MN 1 : D[r, N]    = A[r, K] * B[e, K, N]                       input gradient (weights as stored)
 //   WGRAD 1         : D[e, M, N] = sum over rows r of group e of A[r, M]^T * B[r, N]   weight gradient
 // Dense products are the case of one group. No header is needed; compile with NVRTC for sm_90a, defines in front:
-//   WGRAD B_MN GATHER 0|1   BN 128|192|256   STAGES   CLUSTER 1|2   OUT_BUFS 1|2   F32 0|1   ACC 0|1   EPI 0..3   DYN 0|1   SPREAD 1..   PROFILE 0|1   ENTRY
-//   GATHER: row r of the token operand is index[r] (WGRAD 0: A, WGRAD 1: B, then CLUSTER must be 1)
+//   WGRAD B_MN 0|1   GATHER 0..2   BN 128|192|256   STAGES   CLUSTER 1|2   OUT_BUFS 1|2   F32 0|1   ACC 0|1   EPI 0..6
+//   BIAS 0|1   WEIGHTED 0|1   DYN 0|1   SPREAD 1..   PROFILE 0|1   ENTRY
+//   GATHER: row r of an operand is slots[r] / top_k of the given matrix. 1: of A (WGRAD 0), of B (WGRAD 1, then CLUSTER
+//           must be 1). 2: of A with WGRAD 1
 //   F32   : D is fp32 (BN <= 192: the finished tile waits in registers), else bf16
 //   ACC   : D += result (every element of D is touched by one block; empty groups of WGRAD are left alone)
-//   EPI 1 : SwiGLU. Rows of B, so columns of D, hold gate and up in alternating blocks of 8: column 16 b + i is gate 8 b + i,
-//           column 16 b + 8 + i is up 8 b + i (i < 8). D = the product (pre-activation), H[r, N/2] = silu(gate) * up. BN 128|256
-//   EPI 2 : H[r, N] = max(D, 0)^2, D = the product
-//   EPI 3 : backward of EPI 1. The product is dH (N = F columns). From P = the stored pre-activation [rows, 2 N] (interleaved as
-//           above) and the row weight w: D[r, 2 N] = w * dH * d(silu(gate) * up)/d(gate, up), interleaved, and
-//           dw[r] += sum over columns dH * silu(gate) * up  (unweighted; one fp32 atomic per row and tile). OUT_BUFS 2
+//   EPI   : fused activation of the experts and its backward, see gemm_experts.cuh. OUT_BUFS 2
+//   BIAS  : EPI 1..3 add bias[e, column] before the activation
+//   WEIGHTED: EPI 4..6 scale by the routing weight and give its gradient
 //   DYN   : units of work are handed out by an atomic counter (else in a fixed stride): groups of unequal size make tiles of
 //           unequal length. `counter` = two u32, zero before the first launch, zero again after each; not shared by launches that overlap
-//   SPREAD: at most so many k blocks between two chunks of the deferred store
-// Constraints: 16-byte rows (bf16 widths % 8 == 0; EPI 1 and 3: F % 8 == 0); D and H dense; F32 needs N % 4 == 0.
+//   SPREAD: at most so many k blocks between two phases of the deferred store
+// Constraints: 16-byte rows (bf16 widths % 8 == 0; with EPI also F % 8 == 0); D and H dense; F32 needs N % 4 == 0.
 // Rows of D outside every group are not touched. Grid: one block per multiprocessor (a multiple of CLUSTER).
 // Shared memory: STAGES * (128 + BN) * 128 + OUT_BUFS * 16384 + 256 + 4 * (groups + 1) bytes, dynamic.
 //
@@ -28,7 +27,9 @@
 typedef unsigned int u32;
 typedef unsigned long long u64;
 struct alignas(64) TensorMap { u64 opaque[16]; };           // CUtensorMap
-struct Info { u64 groups, m, n, k, raster, ld; };           // by-value scalars; m: rows of D per group (WGRAD); ld: row stride of the gathered operand
+// By-value scalars. m: rows of D per group (WGRAD). n: columns of the product; F with EPI 1 (the product has 2 F). ld: row
+// stride of the gathered operand. alpha, limit: bits of the numbers of the clamped SwiGLU.
+struct Info { u64 groups, m, n, k, raster, ld, top_k, alpha, limit; };
 
 #define BM 128
 #define BK 64
@@ -38,6 +39,8 @@ struct Info { u64 groups, m, n, k, raster, ld; };           // by-value scalars;
 #define B_BYTES (BN * BK * 2)
 #define STAGE_BYTES (A_BYTES + B_BYTES)
 #define B_BOX_K (BN % 128 ? 32 : 64)            // rows of one MN-major box of B (64 columns): halves by columns, or by rows for BN 192
+#define COLS (EPI == 1 ? BN / 2 : BN)           // columns that a tile advances: EPI 1 takes BN / 2 gate and as many up columns
+#define BACKWARD (EPI >= 4)
 #define OUT_SLAB 2048                           // 16 rows x 128 bytes, one per warp and buffer
 #define OUT_BYTES (8 * OUT_BUFS * OUT_SLAB)
 #define BAR_OFF (STAGES * STAGE_BYTES + OUT_BYTES)
@@ -45,8 +48,7 @@ struct Info { u64 groups, m, n, k, raster, ld; };           // by-value scalars;
 #define QUEUE_OFF (BAR_OFF + 128)               // full and empty barriers, then the slots
 #define TAB_OFF (BAR_OFF + 256)                 // unit prefix sums of the groups, int[groups + 1]
 #define PEND (F32 ? BN / 2 : BN / 4)            // 32-bit registers of a finished tile
-#define CHUNKS (PEND / 16)
-#define CHUNK_COLS (F32 ? 32 : 64)
+#define CHUNKS (PEND / 16)                      // a chunk is 16 of them: 128 bytes of columns
 #define WRAP 0x40000000                         // ragged maps: see load_rows
 #if GATHER
 #define REGS_LOAD 56

@@ -40,6 +40,12 @@ __device__ __forceinline__ void tma_store_2d(const TensorMap* m, u32 src, int x,
   asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%2, %3}], [%1];" :: "l"(m), "r"(src), "r"(x), "r"(y) : "memory");
 #endif
 }
+__device__ __forceinline__ void tma_store_3d(const TensorMap* m, u32 src, int x, int y, int z) {
+  asm volatile("cp.async.bulk.tensor.3d.global.shared::cta.bulk_group [%0, {%2, %3, %4}], [%1];" :: "l"(m), "r"(src), "r"(x), "r"(y), "r"(z) : "memory"); }
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+// all but the newest N groups of bulk stores have read their shared memory
+template <int N> __device__ __forceinline__ void bulk_wait_read() { asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory"); }
+__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 __device__ __forceinline__ u32 pack_bf16(float lo, float hi) { u32 r; asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(r) : "f"(hi), "f"(lo)); return r; }
 __device__ __forceinline__ float bf_lo(u32 v) { return __uint_as_float(v << 16); }
 __device__ __forceinline__ float bf_hi(u32 v) { return __uint_as_float(v & 0xffff0000u); }
@@ -47,16 +53,6 @@ __device__ __forceinline__ void st_matrix(u32 addr, u32 a, u32 b, u32 c, u32 d) 
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(addr), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }
 __device__ __forceinline__ void ld_matrix(u32 addr, u32& a, u32& b, u32& c, u32& d) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(addr) : "memory"); }
-// 1 / (1 + e^-x), two special-function instructions
-__device__ __forceinline__ float sigmoid(float x) {
-  float e, r;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(e) : "f"(x * -1.4426950408889634f));
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(1.f + e));
-  return r; }
-__device__ __forceinline__ u32 swiglu2(u32 g, u32 u) {
-  const float a = bf_lo(g), b = bf_hi(g);
-  return pack_bf16(a * sigmoid(a) * bf_lo(u), b * sigmoid(b) * bf_hi(u)); }
-__device__ __forceinline__ u32 relu2(u32 v) { const float a = fmaxf(bf_lo(v), 0.f), b = fmaxf(bf_hi(v), 0.f); return pack_bf16(a * a, b * b); }
 // one warp copies (or adds) up to 16 rows x 128 bytes from its swizzled slab to the output, 16 bytes a lane; ld and cols in 16-byte units
 __device__ __forceinline__ void copy_rows(u32 slab, uint4* d, int ld, int cols, int rows, int lane) {
   const int ch = lane & 7;

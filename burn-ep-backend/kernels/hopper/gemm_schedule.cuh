@@ -83,7 +83,7 @@ struct Scheduler {
     locate(unit - tab[group], (hi - lo + BM - 1) / BM, col_tiles, raster, rank, rt, ct, t.share_a);
     t.m0 = 0; t.row0 = lo + rt * BM; t.row_end = hi; t.k0 = 0; t.k1 = k;
 #endif
-    t.col0 = ct * BN; t.group = group;
+    t.col0 = ct * COLS; t.group = group;
 #if DYN
     if (role == LEADER) drawn = step + atomicAdd(counter, 1u);
 #endif

@@ -102,6 +102,9 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         if hopper_product_fits(&rows, &weight, &offsets_e1) && hopper::gemm::supports([n, k], groups) {
             return hopper::gemm::grouped(Product::Forward, rows, weight, offsets_e1);
         }
+        if cube::grouped_matmul::supports(&rows, &weight, &offsets_e1) {
+            return cube::grouped_matmul::grouped(rows, weight, offsets_e1, false);
+        }
         reference::grouped_matmul::grouped_matmul::<Self>(rows, weight, offsets_e1)
     }
 
@@ -110,14 +113,20 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         if hopper_product_fits(&grad, &weight, &offsets_e1) && hopper::gemm::supports([n, k], groups) {
             return hopper::gemm::grouped(Product::GradRows, grad, weight, offsets_e1);
         }
+        if cube::grouped_matmul::supports(&grad, &weight, &offsets_e1) {
+            return cube::grouped_matmul::grouped(grad, weight, offsets_e1, true);
+        }
         reference::grouped_matmul::grad_rows::<Self>(grad, weight, offsets_e1)
     }
 
     fn grouped_matmul_grad_weight(grad: FloatTensor<Self>, rows: FloatTensor<Self>, offsets_e1: IntTensor<Self>) -> FloatTensor<Self> {
-        let ([_, m], [_, n]) = (grad.shape().dims::<2>(), rows.shape().dims::<2>());
+        let ([r, m], [_, n]) = (grad.shape().dims::<2>(), rows.shape().dims::<2>());
         let [e1] = offsets_e1.shape().dims::<1>();
-        if hopper_product_fits(&grad, &rows, &offsets_e1) && hopper::gemm::supports([m, n], e1 - 1) {
+        if r > 0 && hopper_product_fits(&grad, &rows, &offsets_e1) && hopper::gemm::supports([m, n], e1 - 1) {
             return hopper::gemm::grouped_grad_weight(grad, rows, offsets_e1);
+        }
+        if cube::grouped_matmul::supports(&grad, &rows, &offsets_e1) {
+            return cube::grouped_matmul::grad_weight(grad, rows, offsets_e1);
         }
         reference::grouped_matmul::grad_weight::<Self>(grad, rows, offsets_e1)
     }
@@ -130,6 +139,9 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         top_k: usize,
         activation: ExpertActivation,
     ) -> ExpertMlpPrim<Self> {
+        if hopper::experts::supports(&x_td, order, experts) {
+            return hopper::experts::expert_mlp::<Self>(x_td, order, weights_tk, experts, top_k, activation);
+        }
         if !cube::permute::supports(&x_td, order) {
             return reference::expert_mlp::expert_mlp::<Self>(x_td, order, weights_tk, experts, top_k, activation);
         }
@@ -146,6 +158,9 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         top_k: usize,
         activation: ExpertActivation,
     ) -> ExpertMlpGrads<Self> {
+        if up_rf.dtype == x_td.dtype && hopper::experts::supports(&x_td, order, experts) {
+            return hopper::experts::expert_mlp_backward::<Self>(grad_td, x_td, up_rf, order, weights_tk, experts, top_k, activation);
+        }
         if !cube::permute::supports(&x_td, order) {
             return reference::expert_mlp::expert_mlp_backward::<Self>(grad_td, x_td, up_rf, order, weights_tk, experts, top_k, activation);
         }
@@ -424,7 +439,7 @@ fn cube_rows(x: &CudaTensor, others: &[&CudaTensor], groups: usize) -> Option<Ro
     fits.then(|| Rows::of(x, groups)).flatten()
 }
 
-/// Both operands in bf16 and offsets in i32; other dtypes take the reference, which casts.
+/// Both operands in bf16 and offsets in i32; other dtypes take the portable kernel, which casts.
 fn hopper_product_fits(lhs: &CudaTensor, rhs: &CudaTensor, offsets: &CudaTensor) -> bool {
     hopper::fits(lhs) && hopper::fits(rhs) && offsets.dtype == burn_backend::DType::I32
 }

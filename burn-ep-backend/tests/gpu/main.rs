@@ -11,6 +11,7 @@ mod attention_speed;
 mod dense;
 mod embedding;
 mod experts;
+mod experts_speed;
 mod loss;
 mod mamba_conv;
 mod mamba_scan;

@@ -10,6 +10,7 @@ pub mod column_sums;
 mod compile_check;
 pub mod count;
 pub mod expert_mlp;
+pub mod grouped_matmul;
 pub mod launch;
 pub mod norm;
 pub mod permute;

@@ -5,15 +5,17 @@
 
 use burn_backend::DType;
 use burn_backend::TensorMetadata;
+use cubecl::server::{Handle, TensorMapBinding};
 
 use super::super::raw::{self, CudaTensor, MapElem, RawKernel, dense, dense_map, tensor_map};
 use super::queue_counter;
 
-const SOURCE: [&str; 5] = [
+const SOURCE: [&str; 6] = [
     include_str!("../../../kernels/hopper/gemm.cuh"),
     include_str!("../../../kernels/hopper/gemm_ptx.cuh"),
     include_str!("../../../kernels/hopper/gemm_schedule.cuh"),
     include_str!("../../../kernels/hopper/gemm_store.cuh"),
+    include_str!("../../../kernels/hopper/gemm_experts.cuh"),
     include_str!("../../../kernels/hopper/gemm.cu"),
 ];
 const ENTRY: &str = "hopper_gemm";
@@ -31,14 +33,44 @@ pub enum Product {
     GradWeight,
 }
 
+/// Which operand is read through `slots`: row r is row `slots[r] / top_k` of the given matrix.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Gather {
+    None,
+    /// The left operand. (The kernel could also gather the right operand of a weight gradient, but measured 12 % slower than
+    /// the product of a permuted copy, which is what the copy costs.)
+    Left,
+}
+
 /// Compile-time settings, the best of those tried on an H200.
 #[derive(Clone, Copy, Debug)]
 pub struct Config {
-    product: Product,
+    pub(super) product: Product,
     /// Columns of a block tile: 128, 192 or 256.
-    bn: usize,
-    stages: usize,
-    cluster: u32,
+    pub(super) bn: usize,
+    pub(super) stages: usize,
+    pub(super) cluster: u32,
+    pub(super) gather: Gather,
+    /// `EPI` of `gemm_experts.cuh`, 0 for none.
+    pub(super) epilogue: u32,
+    /// Add an fp32 bias before the activation.
+    pub(super) bias: bool,
+    /// Scale by the routing weight in a backward epilogue.
+    pub(super) weighted: bool,
+}
+
+/// Run-time numbers of a launch: groups, rows of a weight gradient, columns, reduction length, row stride of the gathered
+/// operand, choices per token, and the numbers of the clamped SwiGLU.
+#[derive(Clone, Copy, Debug, Default)]
+pub(super) struct Sizes {
+    pub groups: usize,
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub stride: usize,
+    pub top_k: usize,
+    pub alpha: f32,
+    pub limit: f32,
 }
 
 impl Config {
@@ -51,7 +83,16 @@ impl Config {
             bn,
             stages: 4,
             cluster: 2,
+            gather: Gather::None,
+            epilogue: 0,
+            bias: false,
+            weighted: false,
         }
+    }
+
+    /// Rows of one box of a right operand whose columns are contiguous.
+    pub(super) fn box_k(self) -> usize {
+        if self.bn.is_multiple_of(128) { 64 } else { 32 }
     }
 
     fn smem(self, groups: usize) -> usize {
@@ -65,11 +106,19 @@ impl Config {
             Product::GradRows => (0, 1),
             Product::GradWeight => (1, 0),
         };
+        let gather = match (self.gather, self.product) {
+            (Gather::None, _) => 0,
+            (Gather::Left, Product::GradWeight) => 2,
+            (Gather::Left, _) => 1,
+        };
+        // A fused epilogue has many phases already, so that one k block between two is enough.
+        let spread = if self.epilogue == 0 { 4 } else { 1 };
+        let (bias, weighted) = (u32::from(self.bias), u32::from(self.weighted));
         let defines = format!(
-            "#define WGRAD {wgrad}\n#define B_MN {b_mn}\n#define GATHER 0\n#define BN {}\n#define STAGES {}\n#define CLUSTER {}\n\
-             #define OUT_BUFS 2\n#define F32 0\n#define ACC 0\n#define EPI 0\n#define DYN 1\n#define SPREAD 4\n#define PROFILE 0\n\
-             #define ENTRY {ENTRY}\n",
-            self.bn, self.stages, self.cluster
+            "#define WGRAD {wgrad}\n#define B_MN {b_mn}\n#define GATHER {gather}\n#define BN {}\n#define STAGES {}\n#define CLUSTER {}\n\
+             #define OUT_BUFS 2\n#define F32 0\n#define ACC 0\n#define EPI {}\n#define BIAS {bias}\n#define WEIGHTED {weighted}\n\
+             #define DYN 1\n#define SPREAD {spread}\n#define PROFILE 0\n#define ENTRY {ENTRY}\n",
+            self.bn, self.stages, self.cluster, self.epilogue
         );
         RawKernel::new(defines + &SOURCE.concat(), ENTRY, 384, self.smem(groups))
     }
@@ -81,7 +130,7 @@ pub fn supports(widths: [usize; 2], groups: usize) -> bool {
 }
 
 /// Rows of a matrix up to a limit that the kernel chooses per group; see `load_rows` in the source.
-fn ragged_map(tensor: &CudaTensor, rows: usize, cols: usize, box_rows: usize) -> cubecl::server::TensorMapBinding {
+fn ragged_map(tensor: &CudaTensor, rows: usize, cols: usize, box_rows: usize) -> TensorMapBinding {
     tensor_map(
         &tensor.handle,
         vec![(1 << 31) - 1, rows + 1, 1 << 30, cols],
@@ -103,53 +152,89 @@ pub fn grouped(product: Product, rows: CudaTensor, weight: CudaTensor, offsets: 
         return out;
     }
     let config = Config::new(product, n);
-    let box_k = if config.bn.is_multiple_of(128) { 64 } else { 32 };
-    let map_b = match product {
-        Product::Forward => dense_map(&weight.handle, &[groups, n, k], &[1, config.bn / 2, 64], MapElem::Bf16),
-        _ => dense_map(&weight.handle, &[groups, k, n], &[1, box_k, 64], MapElem::Bf16),
-    };
     let maps = vec![
         dense_map(&rows.handle, &[r, k], &[64, 64], MapElem::Bf16),
-        map_b,
+        weight_map(config, &weight),
         dense_map(&out.handle, &[r, n], &[16, 64], MapElem::Bf16),
     ];
     let counter = queue_counter(&rows);
-    launch(config, &rows, maps, &[&offsets.handle, &counter], [groups, 0, n, k], k);
+    let sizes = Sizes {
+        groups,
+        n,
+        k,
+        stride: k,
+        ..Sizes::default()
+    };
+    launch(config, &rows, maps, &[&offsets.handle, &counter], sizes);
     out
 }
 
-/// `sum over the rows of each group of grad[r, M]^T · rows[r, N]`: `[E, M, N]`, zeros for empty groups.
+/// Stacked weights as the right operand.
+pub(super) fn weight_map(config: Config, weight: &CudaTensor) -> TensorMapBinding {
+    let shape = weight.shape().dims::<3>();
+    let rows = match config.product {
+        Product::Forward => config.bn / 2,
+        Product::GradRows | Product::GradWeight => config.box_k(),
+    };
+    dense_map(&weight.handle, &shape, &[1, rows, 64], MapElem::Bf16)
+}
+
+/// `sum over the rows of each group of grad[r, M]^T · rows[r, N]`: `[E, M, N]`, zeros for empty groups. There must be rows.
 pub fn grouped_grad_weight(grad: CudaTensor, rows: CudaTensor, offsets: CudaTensor) -> CudaTensor {
+    grad_weight(grad, rows, offsets, None)
+}
+
+/// [`grouped_grad_weight`] with `grad [T, M]` read through `slots` (and `top_k`), if these are given.
+pub fn grad_weight(grad: CudaTensor, rows: CudaTensor, offsets: CudaTensor, slots: Option<(CudaTensor, usize)>) -> CudaTensor {
     let (grad, rows, offsets) = (dense(grad), dense(rows), dense(offsets));
-    let [r, m] = grad.shape().dims::<2>();
-    let [_, n] = rows.shape().dims::<2>();
+    let [tokens, m] = grad.shape().dims::<2>();
+    let [r, n] = rows.shape().dims::<2>();
     let [e1] = offsets.shape().dims::<1>();
     let groups = e1 - 1;
     let out = raw::empty(&grad, &[groups, m, n], DType::BF16);
-    let config = Config::new(Product::GradWeight, n);
-    let box_k = if config.bn.is_multiple_of(128) { 64 } else { 32 };
+    let config = Config {
+        gather: if slots.is_some() { Gather::Left } else { Gather::None },
+        ..Config::new(Product::GradWeight, n)
+    };
     let maps = vec![
-        ragged_map(&grad, r, m, 64),
-        ragged_map(&rows, r, n, box_k),
+        ragged_map(&grad, tokens, m, 64),
+        ragged_map(&rows, r, n, config.box_k()),
         dense_map(&out.handle, &[groups * m, n], &[16, 64], MapElem::Bf16),
     ];
     let counter = queue_counter(&grad);
-    launch(config, &grad, maps, &[&offsets.handle, &counter], [groups, m, n, 0], n);
+    let sizes = Sizes {
+        groups,
+        m,
+        n,
+        stride: m,
+        top_k: slots.as_ref().map_or(1, |(_, top_k)| *top_k),
+        ..Sizes::default()
+    };
+    let slots = slots.map(|(slots, _)| dense(slots).handle);
+    let mut buffers = vec![&offsets.handle];
+    buffers.extend(&slots);
+    buffers.push(&counter);
+    launch(config, &grad, maps, &buffers, sizes);
     out
 }
 
-fn launch(
-    config: Config,
-    like: &CudaTensor,
-    maps: Vec<cubecl::server::TensorMapBinding>,
-    buffers: &[&cubecl::server::Handle],
-    [groups, m, n, k]: [usize; 4],
-    stride: usize,
-) {
+pub(super) fn launch(config: Config, like: &CudaTensor, maps: Vec<TensorMapBinding>, buffers: &[&Handle], sizes: Sizes) {
     /// Row tiles of a band in which blocks share operands through L2.
     const RASTER: u64 = 8;
     let grid = raw::multiprocessors(&like.client) / config.cluster * config.cluster;
-    let scalars = vec![groups as u64, m as u64, n as u64, k as u64, RASTER, stride as u64];
+    let Sizes {
+        groups,
+        m,
+        n,
+        k,
+        stride,
+        top_k,
+        alpha,
+        limit,
+    } = sizes;
+    let [groups_, m, n, k, stride, top_k] = [groups, m, n, k, stride, top_k].map(|size| size as u64);
+    let [alpha, limit] = [alpha, limit].map(|number| u64::from(number.to_bits()));
+    let scalars = vec![groups_, m, n, k, RASTER, stride, top_k, alpha, limit];
     config.kernel(groups).launch(&like.client, grid, maps, buffers, scalars);
 }
 

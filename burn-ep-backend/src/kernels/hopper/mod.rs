@@ -2,6 +2,7 @@
 
 pub mod attention;
 pub mod dense;
+pub mod experts;
 pub mod gemm;
 
 use std::collections::HashMap;
@@ -57,7 +58,8 @@ mod tests {
 
     #[test]
     fn every_kernel_compiles_for_sm_90a() {
-        for variants in [attention::variants(), gemm::variants(), crate::kernels::attention::variants()] {
+        let experts = experts::variants();
+        for variants in [attention::variants(), gemm::variants(), experts, crate::kernels::attention::variants()] {
             assert!(!variants.is_empty());
             for kernel in &variants {
                 crate::kernels::nvrtc::compile_for_sm_90a(kernel.source());
