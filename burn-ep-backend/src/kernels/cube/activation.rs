@@ -102,7 +102,7 @@ fn linear_slope(gate: f32, linear: f32, alpha: f32, limit: f32, #[comptime] kind
     }
 }
 
-/// One cube per sorted row. With a bias (`experts > 0`) `up` becomes the biased product, rounded, as the backward reads it.
+/// One cube per sorted row. With a bias `up` becomes the biased product, rounded, as the backward reads it.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn forward_kernel<T: Float, N: Size>(
     up: &mut Tensor<Vector<T, N>>,
@@ -114,19 +114,19 @@ fn forward_kernel<T: Float, N: Size>(
     limit: f32,
     #[comptime] kind: Kind,
     #[comptime] up_factor: usize,
-    #[comptime] experts: usize,
+    #[comptime] biased: bool,
     #[define(T)] _dtype: StorageType,
 ) {
     let base = CUBE_POS * width * up_factor;
     let mut bias_base = 0usize;
-    if comptime!(experts > 0) {
-        bias_base = expert_of_row(offsets, CUBE_POS, experts) * width * up_factor;
+    if comptime!(biased) {
+        bias_base = expert_of_row(offsets, CUBE_POS) * width * up_factor;
     }
     let mut i = UNIT_POS as usize;
     while i < width {
         let gate_at = gate_column(i, kind);
         let linear_at = linear_column(i, width, kind);
-        if comptime!(experts > 0) {
+        if comptime!(biased) {
             let biased = Vector::<f32, N>::cast_from(up[base + gate_at]) + bias[bias_base + gate_at];
             up[base + gate_at] = Vector::cast_from(biased);
             if comptime!(kind != Kind::Relu2) {
@@ -147,7 +147,7 @@ fn forward_kernel<T: Float, N: Size>(
 }
 
 /// One cube per sorted row: gradient of the up product, weighted activation, and the gradient of the routing weight,
-/// `<grad_act, act> + <grad, bias>` (`bias_experts > 0` when there is a bias of the down product and a weight).
+/// `<grad_act, act> + <grad, bias>` (`biased` when there is a bias of the down product and a weight).
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn backward_kernel<T: Float, N: Size>(
     up: &Tensor<Vector<T, N>>,
@@ -167,7 +167,7 @@ fn backward_kernel<T: Float, N: Size>(
     #[comptime] kind: Kind,
     #[comptime] up_factor: usize,
     #[comptime] weighted: bool,
-    #[comptime] bias_experts: usize,
+    #[comptime] biased: bool,
     #[comptime] planes: usize,
     #[define(T)] _dtype: StorageType,
 ) {
@@ -209,8 +209,8 @@ fn backward_kernel<T: Float, N: Size>(
     }
     if comptime!(weighted) {
         let mut partial = vector_sum::<N>(dot);
-        if comptime!(bias_experts > 0) {
-            let bias_base = expert_of_row(offsets, CUBE_POS, bias_experts) * grad_width;
+        if comptime!(biased) {
+            let bias_base = expert_of_row(offsets, CUBE_POS) * grad_width;
             let mut i = UNIT_POS as usize;
             while i < grad_width {
                 partial += f32::cast_from(grad[CUBE_POS * grad_width + i]) * bias[bias_base + i];
@@ -233,7 +233,7 @@ pub fn forward(up: CudaTensor, bias: Option<CudaTensor>, offsets: CudaTensor, ac
     let act = empty(&up, &[r, f], up.dtype);
     let (kind, alpha, limit) = Kind::split(activation);
     let vector = kind.vector_size(up.dtype, f);
-    let experts = bias.as_ref().map_or(0, |bias| matrix_dims(bias)[0]);
+    let biased = bias.is_some();
     // An absent bias is never read; any tensor stands in for it.
     let bias = bias.map_or_else(|| empty(&up, &[vector], DType::F32), dense_f32);
     // SAFETY: one cube per row of `up` and `act`; the caller owns `up`; all tensors are dense.
@@ -253,7 +253,7 @@ pub fn forward(up: CudaTensor, bias: Option<CudaTensor>, offsets: CudaTensor, ac
             limit,
             kind,
             activation.up_factor(),
-            experts,
+            biased,
             up.dtype.into(),
         );
     }
@@ -297,7 +297,7 @@ pub fn backward(input: Backward, activation: ExpertActivation) -> BackwardOut {
         empty(&up, &[r, f], up.dtype),
     );
     let weighted = input.weights.is_some();
-    let bias_experts = input.down_bias.as_ref().filter(|_| weighted).map_or(0, |bias| matrix_dims(bias)[0]);
+    let biased = weighted && input.down_bias.is_some();
     // Absent inputs are never read; any tensor stands in for them.
     let unread = || empty(&up, &[1], DType::F32);
     let grad_weights = if weighted { empty(&up, &[r], DType::F32) } else { unread() };
@@ -328,7 +328,7 @@ pub fn backward(input: Backward, activation: ExpertActivation) -> BackwardOut {
             kind,
             activation.up_factor(),
             weighted,
-            bias_experts,
+            biased,
             (units / PLANE) as usize,
             up.dtype.into(),
         );
@@ -349,7 +349,7 @@ mod tests {
     fn activation_kernels_compile_for_sm_90a() {
         for kind in [Kind::SwiGlu, Kind::Relu2, Kind::ClampedSwiGlu] {
             let up_factor = if kind == Kind::Relu2 { 1 } else { 2 };
-            for (dtype, experts) in [(DType::BF16, 0), (DType::BF16, 5), (DType::F32, 5)] {
+            for (dtype, biased) in [(DType::BF16, false), (DType::BF16, true), (DType::F32, true)] {
                 let vector = kind.vector_size(dtype, 64);
                 compile(256, |b| {
                     use forward_kernel::{N, T};
@@ -370,7 +370,7 @@ mod tests {
                         limit,
                         kind,
                         up_factor,
-                        experts,
+                        biased,
                         dtype.into(),
                     );
                 });
@@ -403,8 +403,8 @@ mod tests {
                         limit,
                         kind,
                         up_factor,
-                        experts > 0,
-                        experts,
+                        biased,
+                        biased,
                         8,
                         dtype.into(),
                     );

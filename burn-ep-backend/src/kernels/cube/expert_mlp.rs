@@ -80,7 +80,7 @@ fn slices_kernel(parts: &Tensor<f32>, out: &mut Tensor<f32>, n: usize) {
     }
 }
 
-/// One plane per slot: sum of the partial sums of its row, plus `<grad, bias>` (`experts > 0`).
+/// One plane per slot: sum of the partial sums of its row, plus `<grad, bias>` (if `biased`).
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn weight_parts_kernel<T: Float, N: Size>(
     parts: &Tensor<f32>,
@@ -93,7 +93,7 @@ fn weight_parts_kernel<T: Float, N: Size>(
     tiles: usize,
     width: usize,
     top_k: usize,
-    #[comptime] experts: usize,
+    #[comptime] biased: bool,
     #[define(T)] _dtype: StorageType,
 ) {
     let slot = CUBE_POS * LANES as usize + UNIT_POS_Y as usize;
@@ -105,8 +105,8 @@ fn weight_parts_kernel<T: Float, N: Size>(
             sum += parts[row * tiles + i];
             i += PLANE as usize;
         }
-        if comptime!(experts > 0) {
-            let bias_base = expert_of_row(offsets, row, experts) * width;
+        if comptime!(biased) {
+            let bias_base = expert_of_row(offsets, row) * width;
             let token = slot / top_k * width;
             let mut dot = Vector::<f32, N>::new(0.0);
             let mut i = UNIT_POS_X as usize;
@@ -201,7 +201,7 @@ pub fn sum_weight_parts(
     let ([rows, tiles], [_, d]) = (matrix_dims(&parts), matrix_dims(&grad));
     let out = empty(&grad, &[rows / top_k, top_k], DType::F32);
     let vector = vector_size(grad.dtype, d);
-    let experts = bias.as_ref().map_or(0, |(bias, _)| matrix_dims(bias)[0]);
+    let biased = bias.is_some();
     // An absent bias is never read; any tensors stand in for it.
     let (bias, offsets) = match bias {
         Some((bias, offsets)) => (super::launch::dense_f32(bias), dense(offsets)),
@@ -225,7 +225,7 @@ pub fn sum_weight_parts(
             tiles,
             d / vector,
             top_k,
-            experts,
+            biased,
             grad.dtype.into(),
         );
     }
@@ -359,7 +359,7 @@ mod tests {
             let (parts, out, n) = (input(b), output(b), scalar::<usize>(b));
             slices_kernel::expand(&mut b.scope, parts, out, n);
         });
-        for (dtype, vector, experts) in [(DType::BF16, 8, 5), (DType::BF16, 8, 0), (DType::BF16, 1, 5)] {
+        for (dtype, vector, biased) in [(DType::BF16, 8, true), (DType::BF16, 8, false), (DType::BF16, 1, true)] {
             compile(PLANE * LANES, |b| {
                 use weight_parts_kernel::{N, T};
                 b.scope.register_type::<T>(dtype.into());
@@ -381,7 +381,7 @@ mod tests {
                     tiles,
                     width,
                     top_k,
-                    experts,
+                    biased,
                     dtype.into(),
                 );
             });

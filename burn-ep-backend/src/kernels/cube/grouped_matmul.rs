@@ -271,7 +271,6 @@ fn rows_kernel<T: Float, S: Float>(
     count: usize,
     columns: usize,
     depth: usize,
-    #[comptime] experts: usize,
     #[comptime] transposed: bool,
     #[comptime] cores: bool,
     #[define(T)] _dtype: StorageType,
@@ -286,7 +285,8 @@ fn rows_kernel<T: Float, S: Float>(
         row_stride = 1usize;
         stride = columns;
     }
-    let mut e = expert_of_row(offsets, first, experts);
+    let experts = offsets.shape(0) - 1;
+    let mut e = expert_of_row(offsets, first);
     // `offsets` has one element more than there are experts
     while e < experts && (offsets[e] as usize) < last {
         let lo = max(offsets[e] as usize, first);
@@ -378,7 +378,7 @@ pub fn grouped(rows: CudaTensor, weight: CudaTensor, offsets: CudaTensor, transp
     let weight = dense(cast(weight, rows.dtype));
     let (rows, offsets) = (dense(rows), dense(offsets));
     let [count, depth] = matrix_dims(&rows);
-    let [experts, d1, d2] = weight.shape().dims::<3>();
+    let [_, d1, d2] = weight.shape().dims::<3>();
     let columns = if transposed { d2 } else { d1 };
     let out = empty(&rows, &[count, columns], rows.dtype);
     if count * columns == 0 {
@@ -398,7 +398,6 @@ pub fn grouped(rows: CudaTensor, weight: CudaTensor, offsets: CudaTensor, transp
             count,
             columns,
             depth,
-            experts,
             transposed,
             tensor_cores(rows.dtype),
             rows.dtype.into(),
@@ -457,7 +456,7 @@ mod tests {
                     let (count, columns, depth) = (scalar::<usize>(b), scalar::<usize>(b), scalar::<usize>(b));
                     let (scope, dtype) = (&mut b.scope, dtype.into());
                     rows_kernel::expand::<T, S>(
-                        scope, rows, weight, offsets, out, count, columns, depth, 5, transposed, cores, dtype, dtype,
+                        scope, rows, weight, offsets, out, count, columns, depth, transposed, cores, dtype, dtype,
                     );
                 });
             }

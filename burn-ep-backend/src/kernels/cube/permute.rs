@@ -29,9 +29,9 @@ fn gather_kernel<T: Float, N: Size>(
 
 /// Expert of a sorted row: the last one whose rows start at or before it. Rows past the end count as the last expert's.
 #[cube]
-pub fn expert_of_row(offsets: &Tensor<i32>, row: usize, #[comptime] experts: usize) -> usize {
+pub fn expert_of_row(offsets: &Tensor<i32>, row: usize) -> usize {
     let mut low = 0usize;
-    let mut high = experts.runtime();
+    let mut high = offsets.shape(0) - 1;
     while low + 1 < high {
         let middle = (low + high) / 2;
         if offsets[middle] as usize <= row {
@@ -43,7 +43,7 @@ pub fn expert_of_row(offsets: &Tensor<i32>, row: usize, #[comptime] experts: usi
     low
 }
 
-/// One cube per token. `experts` is 0 without bias.
+/// One cube per token.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn combine_kernel<T: Float, N: Size>(
     rows: &Tensor<Vector<T, N>>,
@@ -55,15 +55,15 @@ fn combine_kernel<T: Float, N: Size>(
     width: usize,
     #[comptime] top_k: usize,
     #[comptime] weighted: bool,
-    #[comptime] experts: usize,
+    #[comptime] biased: bool,
     #[define(T)] _dtype: StorageType,
 ) {
     let first = CUBE_POS * top_k;
     let mut expert = SharedMemory::<u32>::new(top_k);
-    if comptime!(experts > 0) {
+    if comptime!(biased) {
         let mut j = UNIT_POS as usize;
         while j < top_k {
-            expert[j] = u32::cast_from(expert_of_row(offsets, positions[first + j] as usize, experts));
+            expert[j] = u32::cast_from(expert_of_row(offsets, positions[first + j] as usize));
             j += CUBE_DIM as usize;
         }
         sync_cube();
@@ -74,7 +74,7 @@ fn combine_kernel<T: Float, N: Size>(
         for j in 0..top_k {
             let row = positions[first + j] as usize;
             let mut value = Vector::<f32, N>::cast_from(rows[row * width + i]);
-            if comptime!(experts > 0) {
+            if comptime!(biased) {
                 value += bias[expert[j] as usize * width + i];
             }
             if comptime!(weighted) {
@@ -169,7 +169,7 @@ pub fn unpermute(
     let vector = vector_size(rows.dtype, d);
     let width = d / vector;
     let weighted = weights.is_some();
-    let experts = bias.as_ref().map_or(0, |(bias, _)| matrix_dims(bias)[0]);
+    let biased = bias.is_some();
     // An absent input is never read; any tensor stands in for it.
     let unread = empty(&rows, &[vector], DType::F32);
     let weights = weights.map_or_else(|| unread.clone(), dense_f32);
@@ -191,7 +191,7 @@ pub fn unpermute(
             width,
             top_k,
             weighted,
-            experts,
+            biased,
             rows.dtype.into(),
         );
     }
@@ -252,7 +252,7 @@ mod tests {
                 let (width, top_k) = (scalar::<usize>(b), scalar::<usize>(b));
                 gather_kernel::expand::<T, N>(&mut b.scope, vector, x, slots, out, width, top_k, dtype.into());
             });
-            for (weighted, experts) in [(false, 0), (true, 0), (true, 5)] {
+            for (weighted, biased) in [(false, false), (true, false), (true, true)] {
                 compile(256, |b| {
                     use combine_kernel::{N, T};
                     b.scope.register_type::<T>(dtype.into());
@@ -272,7 +272,7 @@ mod tests {
                         width,
                         6,
                         weighted,
-                        experts,
+                        biased,
                         dtype.into(),
                     );
                 });

@@ -273,13 +273,10 @@ pub fn variants() -> Vec<RawKernel> {
     let clamped = ExpertActivation::ClampedSwiGlu { alpha: 1.702, limit: 7.0 };
     let mut kernels = Vec::new();
     for activation in [ExpertActivation::SwiGlu, ExpertActivation::Relu2, clamped] {
-        for flag in [false, true] {
-            for width in [2048, 2880] {
-                kernels.push(backward_config(activation, width, flag).kernel(8));
-                if width == 2048 || activation == ExpertActivation::Relu2 {
-                    kernels.push(forward_config(activation, width, flag).kernel(8));
-                }
-            }
+        // widths of 192 and 256 columns a tile
+        for (width, flag) in [(2048, false), (2048, true), (2880, true)] {
+            kernels.push(backward_config(activation, width, flag).kernel(8));
+            kernels.push(forward_config(activation, width, flag).kernel(8));
         }
     }
     for width in [2048, 2880] {
