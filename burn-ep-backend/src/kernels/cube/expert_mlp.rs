@@ -38,7 +38,7 @@ fn sum_kernel<T: Float, N: Size>(
     let column = (CUBE_POS_Y * COLUMNS + UNIT_POS_X) as usize;
     let start = offsets[CUBE_POS_X as usize] as usize;
     let end = offsets[CUBE_POS_X as usize + 1] as usize;
-    let length = (end - start + SLICES - 1) / SLICES;
+    let length = (end - start) / SLICES + 1;
     let first = start + CUBE_POS_Z as usize * length;
     let last = min(first + length, end);
     let mut sum = Vector::<f32, N>::new(0.0);
