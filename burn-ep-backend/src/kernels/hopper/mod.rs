@@ -59,7 +59,12 @@ mod tests {
     #[test]
     fn every_kernel_compiles_for_sm_90a() {
         let experts = experts::variants();
-        for variants in [attention::variants(), gemm::variants(), experts, crate::kernels::attention::variants()] {
+        for variants in [
+            attention::variants(),
+            gemm::variants(),
+            experts,
+            crate::kernels::attention::variants(),
+        ] {
             assert!(!variants.is_empty());
             for kernel in &variants {
                 crate::kernels::nvrtc::compile_for_sm_90a(kernel.source());
