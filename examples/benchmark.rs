@@ -37,6 +37,11 @@ enum OptimizerArg {
     None,
     /// AdamW, moments in the dtype of the parameters
     Adamw,
+    /// The same, rounded stochastically
+    AdamwStochastic,
+    /// AdamW, 8-bit moments, parameters rounded stochastically
+    #[value(name = "adamw-8bit")]
+    Adamw8bit,
     /// AdamW, fp32 moments and fp32 copy of the parameters
     AdamwMaster,
 }
@@ -52,7 +57,7 @@ enum DtypeArg {
 #[derive(Parser)]
 #[command(version)]
 struct Args {
-    /// Size: qwen3_30b_a3b, nemotron3_nano, tiny_qwen3_moe or tiny_nemotron_h
+    /// Size: qwen3_30b_a3b, nemotron3_nano, deepseek_v3, tiny_qwen3_moe or tiny_nemotron_h
     #[arg(long, default_value = "qwen3_30b_a3b")]
     preset: String,
     /// First layers of the model [default: all]
@@ -125,6 +130,8 @@ impl Args {
             optimizer: match self.optimizer {
                 OptimizerArg::None => BenchmarkOptimizer::None,
                 OptimizerArg::Adamw => BenchmarkOptimizer::Adamw,
+                OptimizerArg::AdamwStochastic => BenchmarkOptimizer::AdamwStochastic,
+                OptimizerArg::Adamw8bit => BenchmarkOptimizer::Adamw8bit,
                 OptimizerArg::AdamwMaster => BenchmarkOptimizer::AdamwMaster,
             },
             steps: self.steps,

@@ -4,6 +4,7 @@
 #
 #   run.sh [ops|parity|training|examples|bench|compare|curves]...    default: ops parity examples bench
 #   run.sh -- COMMAND...                                    a command of your own in the bundle's environment, in its bin folder
+#   PROFILE=FILE run.sh ...                                 with a table of the time of every kernel, after every step
 #
 # Logs and RESULTS go to $OUT (default: ./results). LIMIT_<STAGE> in seconds replaces a stage's time limit.
 set -uo pipefail
@@ -54,6 +55,10 @@ cache = { file = "$work/cache" }
 [autotune]
 cache = { file = "$work/cache" }
 TOML
+# PROFILE=FILE: a table of all kernels after every step (each launch is waited for, so the step itself is slower).
+if [ -n "${PROFILE:-}" ]; then
+  printf '[profiling]\nlogger = { level = "basic", file = "%s" }\n' "$PROFILE" >>"$work/run/cubecl.toml"
+fi
 cd "$work/run" || exit 1
 
 if [ "${1:-}" = "--" ]; then

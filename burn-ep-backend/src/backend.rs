@@ -164,6 +164,27 @@ pub struct AdamWPrim<B: Backend> {
     pub master: Option<FloatTensor<B>>,
 }
 
+/// A tensor in 8-bit codes with one scale for every 256 elements, see [`crate::reference::adamw8`].
+#[derive(Debug, Clone)]
+pub struct Block8Prim<B: Backend> {
+    /// `[n]`, unsigned bytes, in the order of the tensor's elements.
+    pub codes: IntTensor<B>,
+    /// `[ceil(n / 256)]` fp32.
+    pub scales: FloatTensor<B>,
+}
+
+/// Optimizer state of one parameter with 8-bit moments.
+#[derive(Debug, Clone)]
+pub struct AdamW8Prim<B: Backend> {
+    pub param: FloatTensor<B>,
+    /// First moment, signed codes.
+    pub m: Block8Prim<B>,
+    /// Second moment, unsigned codes.
+    pub v: Block8Prim<B>,
+    /// fp32 copy of the parameter; the update happens here and `param` is its rounding.
+    pub master: Option<FloatTensor<B>>,
+}
+
 /// The mixture-of-experts extension of a Burn backend.
 pub trait MoeBackend: Backend {
     // ---- routing -------------------------------------------------------------------------------------------
@@ -421,6 +442,17 @@ pub trait MoeBackend: Backend {
         desc: &AdamWDesc,
     ) -> AdamWPrim<Self> {
         reference::adamw::adamw_step::<Self>(state, grad, grad_scale, desc)
+    }
+
+    /// [`MoeBackend::adamw_step`] with moments in 8 bits, arithmetic in fp32. The moments are rounded at random, by
+    /// `stochastic_rounding` (or the step) as the seed where the backend has a kernel.
+    fn adamw8_step(
+        state: AdamW8Prim<Self>,
+        grad: FloatTensor<Self>,
+        grad_scale: Option<FloatTensor<Self>>,
+        desc: &AdamWDesc,
+    ) -> AdamW8Prim<Self> {
+        reference::adamw8::adamw8_step::<Self>(state, grad, grad_scale, desc)
     }
 
     /// Where [`crate::EpBackend`] sends `float_matmul`. Accelerators override it with a faster library.

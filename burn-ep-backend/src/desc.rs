@@ -158,4 +158,8 @@ pub struct AdamWDesc {
     pub weight_decay: f32,
     /// 1 for the first update.
     pub step: u64,
+    /// Seed of stochastic rounding: bf16 moments, and a bf16 parameter without fp32 copy, are rounded up or down with
+    /// probabilities that keep the mean, so that changes below half a unit in the last place add up over the steps. None: to
+    /// nearest.
+    pub stochastic_rounding: Option<u32>,
 }

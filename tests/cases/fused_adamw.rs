@@ -24,6 +24,7 @@ fn zero_gradients_decay_only_where_asked() {
             eps: 1e-8,
             weight_decay,
             step: 1,
+            stochastic_rounding: None,
         };
         let out = ops::adamw_step(state, zeros(), None, &desc).expect("valid settings");
         out.param.into_data().to_vec::<f32>().expect("f32")

@@ -293,3 +293,32 @@ fn a_gradient_of_another_shape_is_refused_and_nothing_moves() {
     assert!(error.contains("embed_tokens.weight") && error.contains("[2, 2]"), "{error}");
     assert!(optimizer.state(table.entries()[0].id).is_none());
 }
+
+#[test]
+fn stochastic_rounding_needs_something_to_round() {
+    let table = |dtype: FloatDType| {
+        let toy = ToyConfig {
+            dtype,
+            ..ToyConfig::default()
+        };
+        ParamTable::new(&toy.init::<B>(1))
+    };
+    let config = |master_weights, moments| AdamWConfig {
+        stochastic_rounding: true,
+        master_weights,
+        moments,
+        ..AdamWConfig::default()
+    };
+    for (dtype, config, accepted) in [
+        (FloatDType::F32, config(false, MomentDType::Param), false),
+        (FloatDType::BF16, config(true, MomentDType::F32), false),
+        (FloatDType::BF16, config(true, MomentDType::Param), true),
+        (FloatDType::BF16, config(false, MomentDType::F32), true),
+    ] {
+        let result = AdamW::<Inner>::new(config.clone(), table(dtype));
+        assert_eq!(result.is_ok(), accepted, "{dtype:?} {config:?}");
+        if let Err(error) = result {
+            assert!(error.to_string().contains("stochastic_rounding"), "{error}");
+        }
+    }
+}

@@ -391,6 +391,18 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         plain::cross_entropy::scale(tensor, &factor_1).unwrap_or_else(|tensor| reference::scale::scale_by::<Self>(tensor, factor_1))
     }
 
+    fn adamw8_step(
+        state: AdamW8Prim<Self>,
+        grad: FloatTensor<Self>,
+        grad_scale: Option<FloatTensor<Self>>,
+        desc: &AdamWDesc,
+    ) -> AdamW8Prim<Self> {
+        if !plain::adamw8::supports::<Self>(&state, &grad) {
+            return reference::adamw8::adamw8_step::<Self>(state, grad, grad_scale, desc);
+        }
+        plain::adamw8::step::<Self>(state, grad, grad_scale, desc)
+    }
+
     fn prepare_device(_device: &Device<Self>) {
         device::cuda::use_one_stream();
     }

@@ -13,6 +13,7 @@
 //! | linear cross entropy | `flex/` | `kernels/cuda/cross_entropy.rs` around cuBLASLt, else reference |
 //! | embedding and its gradient, scaling | Burn, reference | `kernels/cuda/` |
 //! | AdamW | `flex/` | `kernels/cube/adamw.rs` |
+//! | AdamW with 8-bit moments | reference | `kernels/cuda/adamw8.rs` |
 //! | rows per expert, sums of squares | reference | `kernels/cube/{count,norm}.rs` |
 //! | initial values | host | `kernels/init.rs` |
 //! | exchange | reference (host bytes) | reference (host bytes) |

@@ -64,6 +64,17 @@ fn ssd_in<B: MoeBackend>(input: SsdPrim<EpBackend<B>>) -> SsdPrim<B> {
     }
 }
 
+fn block8<From, To>(block: Block8Prim<From>) -> Block8Prim<To>
+where
+    From: MoeBackend,
+    To: MoeBackend<IntTensorPrimitive = From::IntTensorPrimitive, FloatTensorPrimitive = From::FloatTensorPrimitive>,
+{
+    Block8Prim {
+        codes: block.codes,
+        scales: block.scales,
+    }
+}
+
 impl<B: MoeBackend> MoeBackend for EpBackend<B> {
     fn moe_route(
         logits_te: FloatTensor<Self>,
@@ -320,6 +331,27 @@ impl<B: MoeBackend> MoeBackend for EpBackend<B> {
         };
         let AdamWPrim { param, m, v, master } = B::adamw_step(state, grad, grad_scale, desc);
         AdamWPrim { param, m, v, master }
+    }
+
+    fn adamw8_step(
+        state: AdamW8Prim<Self>,
+        grad: FloatTensor<Self>,
+        grad_scale: Option<FloatTensor<Self>>,
+        desc: &AdamWDesc,
+    ) -> AdamW8Prim<Self> {
+        let state = AdamW8Prim::<B> {
+            param: state.param,
+            m: block8::<Self, B>(state.m),
+            v: block8::<Self, B>(state.v),
+            master: state.master,
+        };
+        let AdamW8Prim { param, m, v, master } = B::adamw8_step(state, grad, grad_scale, desc);
+        AdamW8Prim {
+            param,
+            m: block8::<B, Self>(m),
+            v: block8::<B, Self>(v),
+            master,
+        }
     }
 
     fn routed_matmul(lhs: FloatTensor<Self>, rhs: FloatTensor<Self>) -> FloatTensor<Self> {

@@ -11,7 +11,7 @@ use rayon::prelude::*;
 use super::numeric::{Real, dense, wide, wide_range, with_real};
 use crate::backend::AdamWPrim;
 use crate::desc::AdamWDesc;
-use crate::ops::AdamWFactors;
+use crate::ops::{AdamWFactors, Rounded, stochastic_bf16};
 
 /// Elements per block: the widened copies of one block stay in the second-level cache.
 const BLOCK: usize = 4096;
@@ -24,7 +24,7 @@ pub(crate) fn adamw_step(state: AdamWPrim<Flex>, grad: FlexTensor, grad_scale: O
         if !scale.as_f64().is_finite() {
             return state;
         }
-        step::<A>(state, &dense(grad), &Factors::new(&desc.factors(), scale))
+        step::<A>(state, &dense(grad), &Factors::new(&desc.factors(), scale), desc.stochastic_rounding)
     })
 }
 
@@ -55,7 +55,7 @@ impl<A: Real> Factors<A> {
     }
 }
 
-fn step<A: Real>(state: AdamWPrim<Flex>, grad: &FlexTensor, factors: &Factors<A>) -> AdamWPrim<Flex> {
+fn step<A: Real>(state: AdamWPrim<Flex>, grad: &FlexTensor, factors: &Factors<A>, seed: Option<u32>) -> AdamWPrim<Flex> {
     let (mut param, mut m, mut v) = (dense(state.param), dense(state.m), dense(state.v));
     let mut master = state.master.map(dense);
     let params = blocks(&mut param);
@@ -76,11 +76,15 @@ fn step<A: Real>(state: AdamWPrim<Flex>, grad: &FlexTensor, factors: &Factors<A>
             let first = index * BLOCK;
             let grad = wide_range::<A>(grad, first..first + p_wide.len());
             update(&mut p_wide, &mut m_wide, &mut v_wide, &grad, factors);
-            m.store(&m_wide);
-            v.store(&v_wide);
-            param.store(&p_wide);
-            if let Some(master) = &mut master {
-                master.store(&p_wide);
+            let random = |tensor| seed.map(|seed| Random { seed, tensor, first });
+            m.store(&m_wide, random(Rounded::M));
+            v.store(&v_wide, random(Rounded::V));
+            match &mut master {
+                Some(master) => {
+                    param.store(&p_wide, None);
+                    master.store(&p_wide, None);
+                }
+                None => param.store(&p_wide, random(Rounded::Param)),
             }
         });
     AdamWPrim { param, m, v, master }
@@ -94,6 +98,13 @@ fn update<A: Real>(param: &mut [A], m: &mut [A], v: &mut [A], grad: &[A], factor
         let denominator = v.sqrt() / factors.v_root + factors.eps;
         *p = *p * factors.decay - factors.step_size * (*m / denominator);
     }
+}
+
+/// Stochastic rounding of the elements from `first` on.
+struct Random {
+    seed: u32,
+    tensor: Rounded,
+    first: usize,
 }
 
 /// Writable elements of a dense tensor.
@@ -125,12 +136,19 @@ impl Elements<'_> {
         }
     }
 
-    fn store<A: Real>(&mut self, from: &[A]) {
-        match self {
-            Self::F64(to) => to.iter_mut().zip(from).for_each(|(to, v)| *to = v.as_f64()),
-            Self::F32(to) => to.iter_mut().zip(from).for_each(|(to, v)| *to = v.as_f32()),
-            Self::BF16(to) => to.iter_mut().zip(from).for_each(|(to, v)| *to = bf16::from_f32(v.as_f32())),
-            Self::F16(to) => to.iter_mut().zip(from).for_each(|(to, v)| *to = f16::from_f32(v.as_f32())),
+    fn store<A: Real>(&mut self, from: &[A], random: Option<Random>) {
+        match (self, random) {
+            (Self::BF16(to), Some(Random { seed, tensor, first })) => {
+                let rounded = from
+                    .iter()
+                    .enumerate()
+                    .map(|(i, v)| stochastic_bf16(v.as_f32(), seed, tensor, first + i));
+                to.iter_mut().zip(rounded).for_each(|(to, v)| *to = v);
+            }
+            (Self::F64(to), _) => to.iter_mut().zip(from).for_each(|(to, v)| *to = v.as_f64()),
+            (Self::F32(to), _) => to.iter_mut().zip(from).for_each(|(to, v)| *to = v.as_f32()),
+            (Self::BF16(to), _) => to.iter_mut().zip(from).for_each(|(to, v)| *to = bf16::from_f32(v.as_f32())),
+            (Self::F16(to), _) => to.iter_mut().zip(from).for_each(|(to, v)| *to = f16::from_f32(v.as_f32())),
         }
     }
 }

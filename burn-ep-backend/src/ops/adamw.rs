@@ -82,6 +82,27 @@ impl AdamWDesc {
     }
 }
 
+/// Which of the three tensors of an update is rounded: their noise is independent.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Rounded {
+    Param = 1,
+    M = 2,
+    V = 3,
+}
+
+/// `value` rounded to bf16 at random: 16 bits of noise, the same on every device, are added below the kept ones, which are then
+/// cut off. Infinities and NaN stay.
+pub(crate) fn stochastic_bf16(value: f32, seed: u32, tensor: Rounded, index: usize) -> burn_std::bf16 {
+    if !value.is_finite() {
+        return burn_std::bf16::from_f32(value);
+    }
+    let mut x = (index as u32).wrapping_mul(0x9e37_79b1) ^ seed ^ (tensor as u32).wrapping_mul(0x85eb_ca77);
+    x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
+    x = (x ^ (x >> 15)).wrapping_mul(0x846c_a68b);
+    x ^= x >> 16;
+    burn_std::bf16::from_bits(((value.to_bits() + (x & 0xffff)) >> 16) as u16)
+}
+
 /// The decimal number a setting was written as: `0.999` rather than `0.99900001`, whose complement is off by 1e-5.
 fn decimal(setting: f32) -> f64 {
     setting.to_string().parse().unwrap_or(f64::from(setting))
@@ -103,6 +124,7 @@ mod tests {
         eps: 1e-8,
         weight_decay: 0.1,
         step: 1,
+        stochastic_rounding: None,
     };
 
     /// One parameter in f64, as torch.optim.AdamW writes it.
@@ -257,6 +279,59 @@ mod tests {
         let other = shared.param.clone();
         <Flex as MoeBackend>::adamw_step(shared, grad(), None, &DESC);
         assert_eq!(read(other), [1.0; 8]);
+    }
+
+    #[test]
+    fn stochastic_rounding_keeps_the_mean_and_both_neighbours() {
+        for value in [1.001f32, -3.1415, 2e-20, 1.0, 0.0, 255.3] {
+            let rounded: Vec<f64> = (0..100_000)
+                .map(|i| f64::from(stochastic_bf16(value, 7, Rounded::V, i).to_f32()))
+                .collect();
+            let mean = rounded.iter().sum::<f64>() / 1e5;
+            let unit = f64::from(value.abs()) / 128.0;
+            // Five standard errors of a two-point distribution half a unit wide.
+            assert!(
+                (mean - f64::from(value)).abs() <= 5.0 * 0.5 * unit / 1e5f64.sqrt(),
+                "{value}: {mean}"
+            );
+            assert!(rounded.iter().all(|r| (r - f64::from(value)).abs() <= unit), "{value}");
+        }
+        for value in [f32::INFINITY, f32::NEG_INFINITY] {
+            assert_eq!(stochastic_bf16(value, 1, Rounded::M, 3).to_f32(), value);
+        }
+        assert!(stochastic_bf16(f32::from_bits(0x7fff_ffff), 1, Rounded::M, 3).is_nan());
+    }
+
+    /// Second moments in bf16 stop decaying under rounding to nearest: 0.999 of a value is the value again.
+    #[test]
+    fn small_changes_of_bf16_state_add_up() {
+        for (name, step) in FUNCTIONS {
+            let run = |stochastic: bool| {
+                let n = 4096;
+                let mut state = AdamWPrim::<Flex> {
+                    param: flat(&vec![1.0; n], DType::BF16),
+                    m: flat(&vec![0.0; n], DType::BF16),
+                    v: flat(&vec![1.0; n], DType::BF16),
+                    master: None,
+                };
+                for index in 1..=100 {
+                    let desc = AdamWDesc {
+                        lr: 1e-3,
+                        step: index,
+                        stochastic_rounding: stochastic.then_some(index as u32),
+                        ..DESC
+                    };
+                    state = step(state, flat(&vec![0.0; n], DType::BF16), None, &desc);
+                }
+                let mean = |tensor| read(tensor).iter().sum::<f64>() / n as f64;
+                (mean(state.param), mean(state.v))
+            };
+            assert_eq!(run(false), (1.0, 1.0), "{name}");
+            let (param, v) = run(true);
+            // Decay of 1e-4 and of 1e-3 a step.
+            assert!((param - 0.99).abs() < 5e-4, "{name}: {param}");
+            assert!((v - 0.999f64.powi(100)).abs() < 2e-3, "{name}: {v}");
+        }
     }
 
     #[test]

@@ -41,12 +41,31 @@ pub fn adamw_step<B: Backend>(
     let old = flat(state.master.unwrap_or(state.param));
     let param = old.clone().mul_scalar(factors.decay) - (m.clone() / denominator).mul_scalar(factors.step_size);
     let (param, m, v) = (unless_skipped(param, old), unless_skipped(m, old_m), unless_skipped(v, old_v));
+    let random = |tensor: Tensor<B, 1>, dtype: DType, on: bool| match desc.stochastic_rounding.is_some() && on && dtype == DType::BF16 {
+        true => stochastic_bf16(tensor),
+        false => tensor,
+    };
+    let (m, v) = (random(m, m_dtype, true), random(v, v_dtype, true));
+    let rounded = random(param.clone(), dtype, master_dtype.is_none());
     AdamWPrim {
-        master: master_dtype.map(|dtype| shaped(param.clone(), dtype)),
-        param: shaped(param, dtype),
+        master: master_dtype.map(|dtype| shaped(param, dtype)),
+        param: shaped(rounded, dtype),
         m: shaped(m, m_dtype),
         v: shaped(v, v_dtype),
     }
+}
+
+/// `x` moved at random to one of the two bf16 numbers around it, with its value as the mean. The random numbers are the backend's
+/// own.
+fn stochastic_bf16<B: Backend>(x: Tensor<B, 1>) -> Tensor<B, 1> {
+    let near = x.clone().cast(DType::BF16).cast(x.dtype());
+    // A unit in the last place of bf16 is 2^-7 of the power of two below the number.
+    let unit = near.clone().abs().log().div_scalar(core::f64::consts::LN_2).floor().sub_scalar(7.0);
+    let unit = unit.mul_scalar(core::f64::consts::LN_2).exp();
+    let off = x - near.clone();
+    let uniform = Tensor::random_like(&off, burn_tensor::Distribution::Uniform(0.0, 1.0));
+    let other = near.clone() + off.clone().sign() * unit.clone();
+    near.mask_where((uniform * unit).lower(off.abs()), other)
 }
 
 /// See [`crate::MoeBackend::squared_norms`].

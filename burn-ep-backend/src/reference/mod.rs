@@ -1,6 +1,7 @@
 //! Plain Burn tensors, readable first: what every kernel is checked against, and the default on every backend.
 
 pub mod adamw;
+pub mod adamw8;
 pub mod attention;
 pub mod causal_conv1d;
 pub mod count;

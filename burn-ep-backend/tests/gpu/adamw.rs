@@ -1,6 +1,6 @@
 //! Fused AdamW.
 
-use burn::tensor::{FloatDType, Tensor};
+use burn::tensor::{FloatDType, Tensor, TensorData};
 use burn_ep_backend::ops::{AdamWState, adamw_step};
 use burn_ep_backend::{AdamWDesc, MoeBackend};
 
@@ -29,6 +29,7 @@ fn train<B: MoeBackend>(shape: [usize; 2], (dtypes, master): Dtypes, shared: boo
             eps: 1e-8,
             weight_decay: 0.1,
             step,
+            stochastic_rounding: None,
         };
         let grad = float::<B, 2>(shape, 10 + step, step == 2, grad);
         let scale = (step > 1).then(|| scale.clone());
@@ -91,6 +92,7 @@ fn a_scale_that_is_not_finite_changes_nothing() {
             eps: 1e-8,
             weight_decay: 0.1,
             step: 1,
+            stochastic_rounding: None,
         };
         let before = state();
         let held = shared.then(|| before.clone());
@@ -99,5 +101,119 @@ fn a_scale_that_is_not_finite_changes_nothing() {
         let values = |state: AdamWState<GpuInner, 2>| [host(state.param), host(state.m), host(state.v), host(state.master.expect("kept"))];
         assert!(values(after) == values(state()), "shared {shared} scale {scale}");
         drop(held);
+    }
+}
+
+/// The noise is a function of seed and index, so the two backends differ only where another order of rounding in fp32 moves a
+/// value across the threshold.
+#[test]
+fn stochastic_rounding_is_that_of_the_cpu() {
+    use FloatDType::BF16;
+    type GpuInner = <Gpu as burn::tensor::backend::AutodiffBackend>::InnerBackend;
+    type CpuInner = <Cpu as burn::tensor::backend::AutodiffBackend>::InnerBackend;
+    fn step<B: MoeBackend>(shape: [usize; 2], seed: Option<u32>) -> [Vec<f32>; 3] {
+        let state = AdamWState::<B, 2> {
+            param: float(shape, 1, false, BF16),
+            m: float(shape, 2, false, BF16),
+            v: float::<B, 2>(shape, 3, false, BF16).abs(),
+            master: None,
+        };
+        let desc = AdamWDesc {
+            lr: 1e-3,
+            beta1: 0.9,
+            beta2: 0.999,
+            eps: 1e-8,
+            weight_decay: 0.1,
+            step: 7,
+            stochastic_rounding: seed,
+        };
+        let out = adamw_step(state, float(shape, 4, false, BF16), None, &desc).expect("valid settings");
+        [host(out.param), host(out.m), host(out.v)]
+    }
+    for shape in [[33, 1000], [7, 13]] {
+        let (gpu, cpu) = (step::<GpuInner>(shape, Some(5)), step::<CpuInner>(shape, Some(5)));
+        let nearest = step::<CpuInner>(shape, None);
+        for (i, ((gpu, cpu), nearest)) in gpu.iter().zip(&cpu).zip(&nearest).enumerate() {
+            let different = |a: &[f32], b: &[f32]| a.iter().zip(b).filter(|(a, b)| a != b).count();
+            assert!(
+                different(gpu, cpu) * 100 <= gpu.len(),
+                "{shape:?} output {i}: {} differ",
+                different(gpu, cpu)
+            );
+            assert!(
+                different(cpu, nearest) > 0,
+                "{shape:?} output {i}: nothing was rounded the other way"
+            );
+            assert!(relative(gpu, cpu) < 2e-3, "{shape:?} output {i}");
+        }
+    }
+}
+
+/// The kernel against the reference on the CPU, whose random numbers are others: the same course up to the noise.
+#[test]
+fn eight_bit_moments_follow_the_reference() {
+    use burn::tensor::{DType, IntDType, TensorPrimitive};
+    use burn_ep_backend::reference::adamw8::{BLOCK, decode};
+    use burn_ep_backend::{AdamW8Prim, Block8Prim};
+    type GpuInner = <Gpu as burn::tensor::backend::AutodiffBackend>::InnerBackend;
+    type CpuInner = <Cpu as burn::tensor::backend::AutodiffBackend>::InnerBackend;
+    fn train<B: MoeBackend>(shape: [usize; 2], dtype: FloatDType, master: bool) -> [Vec<f32>; 4] {
+        let (device, n) = (Default::default(), shape[0] * shape[1]);
+        let zeros = || Block8Prim::<B> {
+            codes: B::int_zeros([n].into(), &device, IntDType::U8),
+            scales: B::float_zeros([n.div_ceil(BLOCK)].into(), &device, FloatDType::F32),
+        };
+        let prim = |t: Tensor<B, 2>| t.into_primitive().tensor();
+        let mut state = AdamW8Prim::<B> {
+            param: prim(float(shape, 1, false, dtype)),
+            m: zeros(),
+            v: zeros(),
+            master: master.then(|| prim(float(shape, 1, false, FloatDType::F32))),
+        };
+        for step in 1..=20 {
+            let desc = AdamWDesc {
+                lr: 1e-2,
+                beta1: 0.9,
+                beta2: 0.99,
+                eps: 1e-8,
+                weight_decay: 0.1,
+                step,
+                stochastic_rounding: None,
+            };
+            // Rows of very different size, some of them zero.
+            let rows = Tensor::<B, 2>::from_data(
+                TensorData::new((0..shape[0]).map(|i| [1.0f32, 1e-3, 0.0][i % 3]).collect::<Vec<_>>(), [shape[0], 1]),
+                &device,
+            );
+            let grad = float::<B, 2>(shape, 10 + step, step == 2, FloatDType::F32) * rows;
+            let scale = (step % 2 == 0).then(|| Tensor::<B, 1>::full([1], 0.5, (&device, DType::F32)).into_primitive().tensor());
+            state = B::adamw8_step(state, prim(grad.cast(dtype)), scale, &desc);
+        }
+        let values = |p| host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(p)));
+        let master = state.master.map_or_else(Vec::new, values);
+        [
+            values(state.param),
+            values(decode::<B>(state.m, true, shape.into())),
+            values(decode::<B>(state.v, false, shape.into())),
+            master,
+        ]
+    }
+    for shape in [[1, 1], [7, 300], [33, 1000]] {
+        for (dtype, master) in [(FloatDType::F32, false), (FloatDType::BF16, true), (FloatDType::BF16, false)] {
+            let (gpu, cpu) = (train::<GpuInner>(shape, dtype, master), train::<CpuInner>(shape, dtype, master));
+            for (name, gpu, cpu, tolerance) in [
+                ("param", &gpu[0], &cpu[0], 0.02),
+                ("m", &gpu[1], &cpu[1], 0.1),
+                ("v", &gpu[2], &cpu[2], 0.1),
+                ("master", &gpu[3], &cpu[3], 0.02),
+            ] {
+                let error = if gpu.is_empty() { 0.0 } else { relative(gpu, cpu) };
+                assert!(error < tolerance, "{shape:?} {dtype:?} {name}: {error:.2e}");
+            }
+            // Rows without gradient keep exact zeros.
+            for (m, v) in gpu[1].iter().zip(&gpu[2]).skip(2 * shape[1]).take(shape[1]) {
+                assert_eq!((*m, *v), (0.0, 0.0), "{shape:?}");
+            }
+        }
     }
 }

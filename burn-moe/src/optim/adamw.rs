@@ -9,9 +9,10 @@ use std::collections::HashMap;
 
 use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::backend::AutodiffBackend;
-use burn::tensor::{DType, FloatDType, Tensor, TensorData, TensorMetadata, TensorPrimitive};
+use burn::tensor::{DType, FloatDType, IntDType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use burn_backend::tensor::FloatTensor;
-use burn_ep_backend::{AdamWDesc, AdamWPrim, Init, InitDesc, MoeBackend};
+use burn_ep_backend::reference::adamw8;
+use burn_ep_backend::{AdamW8Prim, AdamWDesc, AdamWPrim, Block8Prim, Init, InitDesc, MoeBackend, stream_key};
 use serde::{Deserialize, Serialize};
 
 use super::{GradStore, ParamGroup, ParamInfo, ParamTable, ResolvedGroups};
@@ -26,6 +27,8 @@ pub enum MomentDType {
     F32,
     /// That of the parameter, as in PyTorch: half the memory for bf16 parameters.
     Param,
+    /// 8-bit codes with an fp32 scale for every 256 elements: a quarter of the memory of fp32. Rounded at random.
+    Block8,
 }
 
 /// Settings of [`AdamW`].
@@ -40,6 +43,9 @@ pub struct AdamWConfig {
     /// in the last place of a bf16 weight are lost.
     pub master_weights: bool,
     pub moments: MomentDType,
+    /// Round what is kept in bf16 (moments with [`MomentDType::Param`], parameters without a master copy) up or down at random so
+    /// that the mean stays: updates too small for bf16 then add up over the steps instead of being lost.
+    pub stochastic_rounding: bool,
     /// Exceptions by name pattern.
     pub groups: Vec<ParamGroup>,
 }
@@ -53,6 +59,7 @@ impl Default for AdamWConfig {
             weight_decay: 0.01,
             master_weights: true,
             moments: MomentDType::default(),
+            stochastic_rounding: false,
             groups: Vec::new(),
         }
     }
@@ -89,6 +96,16 @@ pub struct AdamWMoments<B: MoeBackend> {
     pub master: Option<FloatTensor<B>>,
 }
 
+/// State of one parameter with [`MomentDType::Block8`].
+#[derive(Debug, Clone)]
+struct Moments8<B: MoeBackend> {
+    step: u64,
+    m: Block8Prim<B>,
+    v: Block8Prim<B>,
+    master: Option<FloatTensor<B>>,
+    shape: Shape,
+}
+
 /// The optimizer. `B` is the backend without gradient recording.
 #[derive(Debug, Clone)]
 pub struct AdamW<B: MoeBackend> {
@@ -96,6 +113,7 @@ pub struct AdamW<B: MoeBackend> {
     groups: ResolvedGroups,
     table: ParamTable,
     state: HashMap<ParamId, AdamWMoments<B>>,
+    state8: HashMap<ParamId, Moments8<B>>,
     /// Parameters of the last update.
     updated: Vec<ParamId>,
 }
@@ -105,11 +123,18 @@ impl<B: MoeBackend> AdamW<B> {
     pub fn new(config: AdamWConfig, table: ParamTable) -> Result<Self> {
         config.validate()?;
         let groups = ResolvedGroups::new(&config.groups, &table, config.weight_decay)?;
+        // 8-bit moments are rounded at random in any case.
+        let kept_in_bf16 = !config.master_weights || config.moments == MomentDType::Param;
+        if config.stochastic_rounding && !(kept_in_bf16 && table.trainable().any(|info| info.dtype == DType::BF16)) {
+            let expected = "bf16 parameters, with moments `param` or without master weights: nothing else is rounded";
+            return Err(Error::config("optimizer.stochastic_rounding", true, expected));
+        }
         Ok(Self {
             config,
             groups,
             table,
             state: HashMap::new(),
+            state8: HashMap::new(),
             updated: Vec::new(),
         })
     }
@@ -124,9 +149,23 @@ impl<B: MoeBackend> AdamW<B> {
         &self.groups
     }
 
-    /// State of a parameter; None before its first update.
-    pub fn state(&self, id: ParamId) -> Option<&AdamWMoments<B>> {
-        self.state.get(&id)
+    /// State of a parameter; None before its first update. 8-bit moments come as fp32.
+    pub fn state(&self, id: ParamId) -> Option<AdamWMoments<B>> {
+        if let Some(state) = self.state8.get(&id) {
+            return Some(AdamWMoments {
+                step: state.step,
+                m: adamw8::decode::<B>(state.m.clone(), true, state.shape.clone()),
+                v: adamw8::decode::<B>(state.v.clone(), false, state.shape.clone()),
+                master: state.master.clone(),
+            });
+        }
+        self.state.get(&id).cloned()
+    }
+
+    /// Updates of a parameter so far; None before the first.
+    pub(crate) fn updates(&self, id: ParamId) -> Option<u64> {
+        let eight = self.state8.get(&id).map(|state| state.step);
+        eight.or_else(|| self.state.get(&id).map(|state| state.step))
     }
 
     /// Checks that a loaded state is one that this optimizer could have made; else says what was found and expected.
@@ -141,10 +180,10 @@ impl<B: MoeBackend> AdamW<B> {
         Err((show(found), format!("{} (settings `moments` and `master_weights`)", show(expected))))
     }
 
-    /// Dtype of the moments of a parameter of dtype `param`.
+    /// Dtype of the moments of a parameter of dtype `param` as [`AdamW::state`] gives them.
     pub(crate) fn moment_dtype(&self, param: DType) -> FloatDType {
         match self.config.moments {
-            MomentDType::F32 => FloatDType::F32,
+            MomentDType::F32 | MomentDType::Block8 => FloatDType::F32,
             MomentDType::Param => param.into(),
         }
     }
@@ -155,7 +194,11 @@ impl<B: MoeBackend> AdamW<B> {
 
     /// Replaces the state of a parameter (resuming).
     pub fn set_state(&mut self, id: ParamId, state: AdamWMoments<B>) {
-        self.state.insert(id, state);
+        if self.config.moments == MomentDType::Block8 {
+            self.state8.insert(id, self.in_eight_bits(state));
+        } else {
+            self.state.insert(id, state);
+        }
     }
 
     /// Updates every parameter that has a gradient and takes the gradients out of `grads`. `grad_factor` multiplies each
@@ -194,9 +237,12 @@ impl<B: MoeBackend> AdamW<B> {
     /// Counts the last update as not done, which is what it was if its factor was not finite.
     pub(crate) fn undo_step_count(&mut self) {
         for id in self.updated.drain(..) {
-            if let Some(state) = self.state.get_mut(&id) {
-                state.step = state.step.saturating_sub(1);
-            }
+            let step = match (self.state.get_mut(&id), self.state8.get_mut(&id)) {
+                (Some(state), _) => &mut state.step,
+                (None, Some(state)) => &mut state.step,
+                (None, None) => continue,
+            };
+            *step = step.saturating_sub(1);
         }
     }
 
@@ -222,8 +268,9 @@ impl<B: MoeBackend> AdamW<B> {
         lr: f64,
         grad_scale: Option<FloatTensor<B>>,
     ) -> FloatTensor<B> {
+        let eight = self.config.moments == MomentDType::Block8;
+        let step = self.updates(id).unwrap_or(0);
         let settings = self.groups.get(id);
-        let AdamWMoments { step, m, v, master } = self.state.remove(&id).unwrap_or_else(|| self.fresh(&param));
         let desc = AdamWDesc {
             lr: lr * settings.lr_scale,
             beta1: self.config.beta1 as f32,
@@ -231,9 +278,25 @@ impl<B: MoeBackend> AdamW<B> {
             eps: self.config.eps as f32,
             weight_decay: settings.weight_decay as f32,
             step: step + 1,
+            stochastic_rounding: self.config.stochastic_rounding.then(|| self.rounding_seed(id, step)),
         };
-        let AdamWPrim { param, m, v, master } = B::adamw_step(AdamWPrim { param, m, v, master }, grad, grad_scale, &desc);
         self.updated.push(id);
+        if eight {
+            let state = self.state8.remove(&id);
+            let Moments8 { m, v, master, shape, .. } = state.unwrap_or_else(|| self.fresh8(&param));
+            let AdamW8Prim { param, m, v, master } = B::adamw8_step(AdamW8Prim { param, m, v, master }, grad, grad_scale, &desc);
+            let state = Moments8 {
+                step: step + 1,
+                m,
+                v,
+                master,
+                shape,
+            };
+            self.state8.insert(id, state);
+            return param;
+        }
+        let AdamWMoments { m, v, master, .. } = self.state.remove(&id).unwrap_or_else(|| self.fresh(&param));
+        let AdamWPrim { param, m, v, master } = B::adamw_step(AdamWPrim { param, m, v, master }, grad, grad_scale, &desc);
         self.state.insert(
             id,
             AdamWMoments {
@@ -244,6 +307,26 @@ impl<B: MoeBackend> AdamW<B> {
             },
         );
         param
+    }
+
+    /// fp32 moments as codes, in memory of their own.
+    fn in_eight_bits(&self, state: AdamWMoments<B>) -> Moments8<B> {
+        let shape = state.m.shape();
+        let device = B::float_device(&state.m);
+        let encode = |(values, signed)| adamw8::encode::<B>(values, signed, false);
+        Moments8 {
+            step: state.step,
+            m: B::memory_persistent_allocations(&device, (state.m, true), encode),
+            v: B::memory_persistent_allocations(&device, (state.v, false), encode),
+            master: state.master,
+            shape,
+        }
+    }
+
+    /// Another one for every parameter and step, the same in every run.
+    fn rounding_seed(&self, id: ParamId, step: u64) -> u32 {
+        let path = self.table.get(id).map_or("", |info| info.path.as_str());
+        stream_key(step, path) as u32
     }
 
     fn fresh(&self, param: &FloatTensor<B>) -> AdamWMoments<B> {
@@ -259,10 +342,32 @@ impl<B: MoeBackend> AdamW<B> {
             step: 0,
             m: zeros(),
             v: zeros(),
-            master: self
-                .wants_master(param.dtype())
-                .then(|| B::memory_persistent_allocations(&device, param.clone(), |param| B::float_cast(param, FloatDType::F32))),
+            master: self.fresh_master(param),
         }
+    }
+
+    fn fresh8(&self, param: &FloatTensor<B>) -> Moments8<B> {
+        let (device, shape) = (B::float_device(param), param.shape());
+        let n = shape.num_elements();
+        let zeros = || {
+            B::memory_persistent_allocations(&device, (), |()| Block8Prim {
+                codes: B::int_zeros(Shape::new([n]), &device, IntDType::U8),
+                scales: B::float_zeros(Shape::new([n.div_ceil(adamw8::BLOCK)]), &device, FloatDType::F32),
+            })
+        };
+        Moments8 {
+            step: 0,
+            m: zeros(),
+            v: zeros(),
+            master: self.fresh_master(param),
+            shape,
+        }
+    }
+
+    fn fresh_master(&self, param: &FloatTensor<B>) -> Option<FloatTensor<B>> {
+        let device = B::float_device(param);
+        let copy = |param| B::memory_persistent_allocations(&device, param, |param| B::float_cast(param, FloatDType::F32));
+        self.wants_master(param.dtype()).then(|| copy(param.clone()))
     }
 }
 

@@ -1,7 +1,7 @@
 //! Global-norm gradient clipping (Pascanu, Mikolov and Bengio 2013).
 
 use burn::tensor::backend::Backend;
-use burn::tensor::{DType, FloatDType, Tensor};
+use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
 use burn_ep_backend::MoeBackend;
 use burn_ep_backend::comm::EpGroup;
 
@@ -40,7 +40,9 @@ pub fn clip_scale<B: MoeBackend>(squares: Tensor<B, 1>, loss: Tensor<B, 1>, max_
         DType::F64 => FloatDType::F64,
         _ => FloatDType::F32,
     };
-    let norm = squares.sum().sqrt();
+    // The sum of the squares of their roots: a kernel that is compiled already and sums in one order.
+    let roots = squares.sqrt().into_primitive().tensor();
+    let norm = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(B::squared_norms(vec![roots]))).sqrt();
     let factor = match max_norm {
         Some(max) => ((norm.clone() + 1e-6).recip() * max).clamp_max(1.0),
         None => norm.clone().ones_like(),

@@ -63,7 +63,7 @@ impl TrainerState {
         let updates = table
             .entries()
             .iter()
-            .filter_map(|info| Some((info.path.clone(), optimizer.state(info.id)?.step)))
+            .filter_map(|info| Some((info.path.clone(), optimizer.updates(info.id)?)))
             .collect();
         Self {
             format: FORMAT,
@@ -175,11 +175,7 @@ struct HeaderEntry {
 
 /// Streams one tensor at a time. Parameters are visited in module order, which all ranks share, so the gathers match.
 fn write_tensors<B: MoeBackend>(path: Option<&Path>, optimizer: &AdamW<B>, table: &ParamTable, ep: Option<&EpGroup>) -> Result<()> {
-    let entries: Vec<(&ParamInfo, &AdamWMoments<B>)> = table
-        .entries()
-        .iter()
-        .filter_map(|info| Some((info, optimizer.state(info.id)?)))
-        .collect();
+    let infos: Vec<&ParamInfo> = table.entries().iter().filter(|info| optimizer.updates(info.id).is_some()).collect();
     let mut file = match path {
         Some(path) => Some((path, BufWriter::new(File::create(path).map_err(|e| Error::io(path, "create", e))?))),
         None => None,
@@ -191,8 +187,10 @@ fn write_tensors<B: MoeBackend>(path: Option<&Path>, optimizer: &AdamW<B>, table
 
     let mut header = BTreeMap::new();
     let mut offset = 0;
-    for (info, moments) in &entries {
-        for (name, tensor) in parts(moments) {
+    for info in &infos {
+        // One at a time: 8-bit moments are widened here.
+        let Some(moments) = optimizer.state(info.id) else { continue };
+        for (name, tensor) in parts(&moments) {
             let mut shape = tensor.shape().as_slice().to_vec();
             if let Some(first) = shape.first_mut() {
                 *first *= shares(info, ep);
@@ -213,8 +211,9 @@ fn write_tensors<B: MoeBackend>(path: Option<&Path>, optimizer: &AdamW<B>, table
     put(&mut file, &(header.len() as u64).to_le_bytes())?;
     put(&mut file, &header)?;
 
-    for (info, moments) in &entries {
-        for (_, tensor) in parts(moments) {
+    for info in &infos {
+        let Some(moments) = optimizer.state(info.id) else { continue };
+        for (_, tensor) in parts(&moments) {
             let tensor = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(B::float_reshape(
                 tensor.clone(),
                 Shape::new([tensor.shape().num_elements()]),

@@ -41,6 +41,10 @@ pub enum BenchmarkOptimizer {
     None,
     /// AdamW with moments in the dtype of the parameters, as PyTorch keeps them.
     Adamw,
+    /// The same with stochastic rounding of moments and parameters.
+    AdamwStochastic,
+    /// AdamW with 8-bit moments and stochastically rounded parameters.
+    Adamw8bit,
     /// AdamW with fp32 moments and an fp32 copy of the parameters.
     AdamwMaster,
 }
@@ -136,7 +140,8 @@ impl BenchmarkConfig {
     }
 
     fn trainer(&self) -> TrainerConfig {
-        let master = self.optimizer == BenchmarkOptimizer::AdamwMaster;
+        use BenchmarkOptimizer::{Adamw8bit, AdamwMaster, AdamwStochastic};
+        let bf16 = self.dtype == FloatDType::BF16;
         TrainerConfig {
             steps: (self.warmup + self.steps) as u64,
             schedule: Schedule {
@@ -145,8 +150,14 @@ impl BenchmarkConfig {
                 ..Schedule::default()
             },
             optimizer: AdamWConfig {
-                master_weights: master,
-                moments: if master { MomentDType::F32 } else { MomentDType::Param },
+                master_weights: self.optimizer == AdamwMaster,
+                moments: match self.optimizer {
+                    AdamwMaster => MomentDType::F32,
+                    Adamw8bit => MomentDType::Block8,
+                    _ => MomentDType::Param,
+                },
+                // Only bf16 is rounded; asking for it elsewhere is an error.
+                stochastic_rounding: self.optimizer == AdamwStochastic || (self.optimizer == Adamw8bit && bf16),
                 ..AdamWConfig::default()
             },
             recompute: self.recompute,
@@ -350,6 +361,22 @@ mod tests {
             assert!((flops / 1e12 / whole.tflops - 1.0).abs() < 1e-9 && (whole.tflops / 989.5 / whole.mfu - 1.0).abs() < 1e-9);
             let text = serde_json::to_string(&report).unwrap();
             assert!(text.contains(r#""dtype":"float32""#) && !text.contains('\n'), "{text}");
+        }
+    }
+
+    #[test]
+    fn every_optimizer_trains_in_bf16() {
+        use BenchmarkOptimizer::{Adamw, Adamw8bit, AdamwMaster, AdamwStochastic};
+        for optimizer in [Adamw, AdamwStochastic, Adamw8bit, AdamwMaster] {
+            let config = BenchmarkConfig {
+                dtype: FloatDType::BF16,
+                optimizer,
+                skip_plain: true,
+                steps: 5,
+                ..tiny("tiny_qwen3_moe")
+            };
+            let losses = run(&config, &mut |_| {}).unwrap().losses;
+            assert!(losses[5] < losses[0] - 0.5, "{optimizer:?}: {losses:?}");
         }
     }
 

@@ -15,7 +15,7 @@ pub struct Preset {
 }
 
 /// Every preset. The `tiny` ones run on a CPU in seconds.
-pub const PRESETS: [Preset; 4] = [
+pub const PRESETS: [Preset; 5] = [
     Preset {
         name: "qwen3_30b_a3b",
         config: qwen3_30b_a3b,
@@ -24,6 +24,11 @@ pub const PRESETS: [Preset; 4] = [
     Preset {
         name: "nemotron3_nano",
         config: nemotron3_nano,
+        experts: "n_routed_experts",
+    },
+    Preset {
+        name: "deepseek_v3",
+        config: deepseek_v3,
         experts: "n_routed_experts",
     },
     Preset {
@@ -86,6 +91,10 @@ fn cut_layers(fields: &mut Map<String, Value>, layers: usize) -> Result<()> {
         fields.insert("hybrid_override_pattern".into(), pattern[..layers].into());
     }
     fields.insert("num_hidden_layers".into(), layers.into());
+    // A model of few layers keeps one with experts: its last.
+    if let Some(dense) = fields.get("first_k_dense_replace").and_then(Value::as_u64) {
+        fields.insert("first_k_dense_replace".into(), dense.min(layers as u64 - 1).into());
+    }
     Ok(())
 }
 
@@ -108,6 +117,17 @@ fn nemotron3_nano() -> Value {
         "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128,
         "n_shared_experts": 1, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5, "norm_topk_prob": true,
         "n_group": 1, "topk_group": 1, "mlp_hidden_act": "relu2"
+    })
+}
+
+fn deepseek_v3() -> Value {
+    json!({
+        "model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
+        "num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "q_lora_rank": 1536,
+        "kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128,
+        "first_k_dense_replace": 3, "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 8,
+        "moe_intermediate_size": 2048, "n_group": 8, "topk_group": 4, "norm_topk_prob": true, "routed_scaling_factor": 2.5,
+        "max_position_embeddings": 4096, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6, "tie_word_embeddings": false
     })
 }
 
@@ -135,7 +155,7 @@ mod tests {
 
     #[test]
     fn published_sizes() {
-        for (name, total) in [("qwen3_30b_a3b", 3053.0), ("nemotron3_nano", 3158.0)] {
+        for (name, total) in [("qwen3_30b_a3b", 3053.0), ("nemotron3_nano", 3158.0), ("deepseek_v3", 67103.0)] {
             let config = Preset::find(name).unwrap().config(None, None).unwrap();
             assert_eq!((config.parameters().total() as f64 / 1e7).round(), total, "{name}");
         }

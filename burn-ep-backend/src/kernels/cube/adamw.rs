@@ -13,6 +13,26 @@ use crate::desc::AdamWDesc;
 /// Vectors per unit.
 const PER_UNIT: usize = 4;
 
+/// `value` for a tensor of bf16, rounded at random like [`crate::ops`]'s own: see `stochastic_bf16` there. `index` counts vectors.
+#[cube]
+fn stochastic<N: Size>(value: Vector<f32, N>, seed: u32, index: usize, #[comptime] tensor: u32) -> Vector<f32, N> {
+    let bits = Vector::<u32, N>::reinterpret(value);
+    let mut rounded = Vector::<u32, N>::empty();
+    #[unroll]
+    for lane in 0..N::value() {
+        let element = u32::cast_from(index * N::value() + lane);
+        let mut x = (element * 0x9e37_79b1u32) ^ seed ^ comptime!(tensor.wrapping_mul(0x85eb_ca77));
+        x = (x ^ (x >> 16u32)) * 0x7feb_352du32;
+        x = (x ^ (x >> 15u32)) * 0x846c_a68bu32;
+        x = x ^ (x >> 16u32);
+        let exponent = bits[lane] & 0x7f80_0000u32;
+        // Infinities and NaN stay.
+        let noise = select(exponent == 0x7f80_0000u32, 0u32, x & 0xffffu32);
+        rounded[lane] = (bits[lane] + noise) & 0xffff_0000u32;
+    }
+    Vector::<f32, N>::reinterpret(rounded)
+}
+
 /// `m += (g - m) * take_m`, `v = v * keep_v + g² * take_v`, `p = p * decay - step_size * m / (sqrt(v) / v_root + eps)`.
 ///
 /// A scale that is not finite leaves everything as it is. Each output may be the buffer of its own input: an element is read
@@ -37,8 +57,10 @@ fn step_kernel<P: Float, G: Float, M: Float, V: Float, N: Size>(
     v_root: f32,
     eps: f32,
     step_size: f32,
+    seed: u32,
     #[comptime] has_master: bool,
     #[comptime] scaled: bool,
+    #[comptime] random: [bool; 3],
     #[define(P, G, M, V)] _dtypes: [StorageType; 4],
 ) {
     let mut scale = f32::new(1.0);
@@ -64,12 +86,24 @@ fn step_kernel<P: Float, G: Float, M: Float, V: Float, N: Size>(
                 }
                 let root = new_v.sqrt() / Vector::new(v_root) + Vector::new(eps);
                 let new_p = p * Vector::new(decay) - new_m / root * Vector::new(step_size);
-                param_out[i] = Vector::cast_from(new_p);
-                m_out[i] = Vector::cast_from(new_m);
-                v_out[i] = Vector::cast_from(new_v);
                 if comptime!(has_master) {
                     master_out[i] = new_p;
                 }
+                let mut stored_p = new_p;
+                let mut stored_m = new_m;
+                let mut stored_v = new_v;
+                if comptime!(random[0]) {
+                    stored_p = stochastic(new_p, seed, i, 1u32);
+                }
+                if comptime!(random[1]) {
+                    stored_m = stochastic(new_m, seed, i, 2u32);
+                }
+                if comptime!(random[2]) {
+                    stored_v = stochastic(new_v, seed, i, 3u32);
+                }
+                param_out[i] = Vector::cast_from(stored_p);
+                m_out[i] = Vector::cast_from(stored_m);
+                v_out[i] = Vector::cast_from(stored_v);
             } else {
                 param_out[i] = param[i];
                 m_out[i] = m[i];
@@ -147,6 +181,8 @@ where
         _ => vector_size(DType::F32, n),
     };
     let n = n / vector;
+    let on = |tensor: &CudaTensor| desc.stochastic_rounding.is_some() && tensor.dtype == DType::BF16;
+    let random = [on(&param.out) && !has_master, on(&m.out), on(&v.out)];
     // SAFETY: the cubes cover `n` vectors and each unit checks that bound; all tensors are dense with `n` vectors.
     unsafe {
         step_kernel::launch_unchecked(
@@ -173,8 +209,10 @@ where
             factors.v_root as f32,
             factors.eps as f32,
             factors.step_size as f32,
+            desc.stochastic_rounding.unwrap_or(0),
             has_master,
             scaled,
+            random,
             dtypes,
         );
     }
@@ -209,6 +247,7 @@ mod tests {
                     let outs = (output_at(b, at(0)), output_at(b, at(2)), output_at(b, at(3)), output_at(b, at(4)));
                     let n = scalar::<usize>(b);
                     let f: [_; 7] = std::array::from_fn(|_| scalar::<f32>(b));
+                    let seed = scalar::<u32>(b);
                     let [decay, take_m, keep_v, take_v, v_root, eps, step_size] = f;
                     let scope = &mut b.scope;
                     step_kernel::expand::<P, G, M, V, N>(
@@ -232,8 +271,10 @@ mod tests {
                         v_root,
                         eps,
                         step_size,
+                        seed,
                         flag,
                         flag,
+                        [in_place; 3],
                         dtypes.map(StorageType::from),
                     );
                 });

@@ -1,6 +1,7 @@
 //! CUDA C++ kernels for any device (sources in `kernels/cuda/`), around the products of `vendor/`: the vocabulary loss, the
-//! embedding and its gradient, scaling by a number on the device.
+//! embedding and its gradient, scaling by a number on the device; and AdamW with 8-bit moments.
 
+pub mod adamw8;
 pub mod cross_entropy;
 pub mod embedding;
 
@@ -39,6 +40,9 @@ mod tests {
     #[test]
     fn every_kernel_compiles_for_sm_90a() {
         for float in [DType::BF16, DType::F16, DType::F32] {
+            for kernel in adamw8::variants(float) {
+                crate::kernels::nvrtc::compile_for_sm_90a(kernel.source());
+            }
             for index in [DType::I32, DType::I64] {
                 let kernels = [cross_entropy::variants(float, index), embedding::variants(float, index)].concat();
                 assert_eq!(kernels.len(), 7);
