@@ -4,6 +4,7 @@ use burn_backend::{DType, TensorMetadata};
 use cubecl::prelude::*;
 
 use super::super::raw::{CudaTensor, dense, empty};
+use super::column_sums::column_sums;
 use super::launch::{PLANE, addresses, matrix_dims, vector_size};
 use super::permute::expert_of_row;
 use super::reduce::vector_sum;
@@ -68,18 +69,6 @@ fn sum_kernel<T: Float, N: Size>(
     }
 }
 
-/// `[SLICES, n]` to `[n]`, in a fixed order.
-#[cube(launch_unchecked, address_type = "dynamic")]
-fn slices_kernel(parts: &Tensor<f32>, out: &mut Tensor<f32>, n: usize) {
-    if ABSOLUTE_POS < n {
-        let mut sum = f32::new(0.0);
-        for slice in 0..SLICES {
-            sum += parts[slice * n + ABSOLUTE_POS];
-        }
-        out[ABSOLUTE_POS] = sum;
-    }
-}
-
 /// One plane per slot: sum of the partial sums of its row, plus `<grad, bias>` (if `biased`).
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn weight_parts_kernel<T: Float, N: Size>(
@@ -132,31 +121,28 @@ pub struct GroupRows {
     pub top_k: usize,
 }
 
-/// `[R, N]` to `[E, N]` fp32: sum over each expert's rows.
-pub fn sum_rows(rows: CudaTensor, groups: &GroupRows) -> CudaTensor {
-    sum_by_expert(rows, None, groups, false)
+/// `[R, N]` to `[E, N]` in `dtype`: fp32 sum over each expert's rows.
+pub fn sum_rows(rows: CudaTensor, groups: &GroupRows, dtype: DType) -> CudaTensor {
+    sum_by_expert(rows, None, groups, false, dtype)
 }
 
-/// `[T, N]` to `[E, N]` fp32: sum over the tokens of each expert, each times its routing weight if given.
-pub fn sum_tokens(tokens: CudaTensor, weights: Option<CudaTensor>, groups: &GroupRows) -> CudaTensor {
-    sum_by_expert(tokens, weights, groups, true)
+/// `[T, N]` to `[E, N]` in `dtype`: fp32 sum over the tokens of each expert, each times its routing weight if given.
+pub fn sum_tokens(tokens: CudaTensor, weights: Option<CudaTensor>, groups: &GroupRows, dtype: DType) -> CudaTensor {
+    sum_by_expert(tokens, weights, groups, true, dtype)
 }
 
-fn sum_by_expert(rows: CudaTensor, weights: Option<CudaTensor>, groups: &GroupRows, tokens: bool) -> CudaTensor {
+fn sum_by_expert(rows: CudaTensor, weights: Option<CudaTensor>, groups: &GroupRows, tokens: bool, dtype: DType) -> CudaTensor {
     let [rows, slots, offsets] = [rows, groups.slots.clone(), groups.offsets.clone()].map(dense);
     let [_, n] = matrix_dims(&rows);
     let experts = offsets.shape().num_elements() - 1;
-    let (parts, out) = (
-        empty(&rows, &[SLICES, experts, n], DType::F32),
-        empty(&rows, &[experts, n], DType::F32),
-    );
+    let parts = empty(&rows, &[SLICES, experts, n], DType::F32);
     let vector = vector_size(rows.dtype, n);
     let width = n / vector;
     let weighted = weights.is_some();
     // Absent weights are never read; any tensor stands in for them.
     let weights = weights.map_or_else(|| empty(&rows, &[1], DType::F32), super::launch::dense_f32);
     let client = rows.client.clone();
-    // SAFETY: the cubes cover `parts` and `out`, which they write; offsets do not exceed the rows; all tensors are dense.
+    // SAFETY: the cubes cover `parts`, which they write; offsets do not exceed the rows; all tensors are dense.
     unsafe {
         sum_kernel::launch_unchecked(
             &client,
@@ -175,17 +161,8 @@ fn sum_by_expert(rows: CudaTensor, weights: Option<CudaTensor>, groups: &GroupRo
             weighted,
             rows.dtype.into(),
         );
-        slices_kernel::launch_unchecked(
-            &client,
-            CubeCount::Static((experts * n).div_ceil(256) as u32, 1, 1),
-            CubeDim::new_1d(256),
-            addresses(&[&parts]),
-            parts.into_tensor_arg(),
-            out.clone().into_tensor_arg(),
-            experts * n,
-        );
     }
-    out
+    column_sums(parts, &[experts, n], dtype)
 }
 
 /// Gradient `[T, K]` fp32 of the routing weights from partial sums `[R, tiles]` of `<grad_act, act>` in sorted order, and
@@ -301,11 +278,11 @@ where
     let down_bias = experts
         .down_bias
         .as_ref()
-        .map(|bias| cast(sum_by_expert(grad.clone(), weights, &groups, false), bias.dtype));
+        .map(|bias| sum_by_expert(grad.clone(), weights, &groups, false, bias.dtype));
     let up_bias = experts
         .up_bias
         .as_ref()
-        .map(|bias| cast(sum_rows(out.grad_up.clone(), &groups), bias.dtype));
+        .map(|bias| sum_rows(out.grad_up.clone(), &groups, bias.dtype));
     let down = B::grouped_matmul_grad_weight(grad, out.weighted_act, offsets());
     let rows = permute::permute(x, slots(), top_k);
     let up = B::grouped_matmul_grad_weight(out.grad_up.clone(), rows, offsets());
@@ -355,10 +332,6 @@ mod tests {
                 );
             });
         }
-        compile(256, |b| {
-            let (parts, out, n) = (input(b), output(b), scalar::<usize>(b));
-            slices_kernel::expand(&mut b.scope, parts, out, n);
-        });
         for (dtype, vector, biased) in [(DType::BF16, 8, true), (DType::BF16, 8, false), (DType::BF16, 1, true)] {
             compile(PLANE * LANES, |b| {
                 use weight_parts_kernel::{N, T};

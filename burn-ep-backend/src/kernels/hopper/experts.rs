@@ -249,11 +249,11 @@ where
     let down_bias = experts
         .down_bias
         .as_ref()
-        .map(|bias| cast(portable::sum_tokens(grad.clone(), weights, &rows), bias.dtype));
+        .map(|bias| portable::sum_tokens(grad.clone(), weights, &rows, bias.dtype));
     let up_bias = experts
         .up_bias
         .as_ref()
-        .map(|bias| cast(portable::sum_rows(grads.up.clone(), &rows), bias.dtype));
+        .map(|bias| portable::sum_rows(grads.up.clone(), &rows, bias.dtype));
     let down = gemm::grad_weight(grad, grads.weighted_act, offsets.clone(), Some((slots.clone(), top_k)));
     let rows = permute::permute(x, slots, top_k);
     let up = gemm::grouped_grad_weight(grads.up.clone(), rows, offsets.clone());
