@@ -1,5 +1,5 @@
 //! Compile checks of CUDA sources without a GPU. They need libnvrtc on the library path and, for sources with includes, the
-//! headers of `CUDA_PATH` (pip packages `nvidia-cuda-nvrtc`, `nvidia-cuda-runtime`, `nvidia-cuda-cccl`).
+//! headers of `CUDA_PATH` (pip packages `nvidia-cuda-nvrtc`, `nvidia-cuda-runtime`, `nvidia-cuda-cccl`, `nvidia-cuda-crt`).
 
 use std::ffi::{CStr, CString};
 
