@@ -285,7 +285,7 @@ struct Writer {
       }
     }
 #if WEIGHTED
-    if (p == PHASES - 1) {
+    if (p == PHASES - 1 && col0 < n) {                   // the second block of an N pair can lie past the last column tile
       float x = dot0, y = dot1;
       x += __shfl_xor_sync(~0u, x, 1); x += __shfl_xor_sync(~0u, x, 2);
       y += __shfl_xor_sync(~0u, y, 1); y += __shfl_xor_sync(~0u, y, 2);
