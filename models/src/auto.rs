@@ -10,10 +10,11 @@ use burn_moe::layers::ParamBuilder;
 use burn_moe::model::{AuxLossSettings, BlockOutput, CausalLm, Head, LayerCache, ModelInput};
 
 use crate::deepseek_v3::DeepseekV3;
+use crate::dense::DenseDecoder;
 use crate::family::Capabilities;
 use crate::nemotron_h::NemotronH;
-use crate::qwen3_moe::Qwen3Moe;
 use crate::registry::AutoConfig;
+use crate::sparse::SparseDecoder;
 
 /// Writes [`AutoModelForCausalLm`] and everything that depends on the family from one line per family.
 macro_rules! families {
@@ -107,7 +108,8 @@ macro_rules! families {
 
 families! {
     NemotronH(NemotronH),
-    Qwen3Moe(Qwen3Moe),
+    Sparse(SparseDecoder),
+    Dense(DenseDecoder),
     DeepseekV3(DeepseekV3),
 }
 
@@ -150,6 +152,20 @@ mod tests {
     use burn_moe::backend::Infer;
 
     use super::*;
+
+    /// Every family says what it can do, and it fits the model.
+    #[test]
+    fn capabilities_fit_the_family() {
+        use crate::ExportLayout;
+        for (model_type, architecture) in crate::FAMILIES.iter().flat_map(|family| family.names) {
+            let config = AutoConfig::from_text(format!(r#"{{"architectures": ["{architecture}"]}}"#)).unwrap();
+            assert_eq!((config.model_type(), config.architecture()), (*model_type, *architecture));
+            let can = config.capabilities();
+            assert!(can.packing && !can.export.is_empty(), "{model_type}");
+            assert_eq!(can.expert_parallel(), can.moe_blocks > 0, "{model_type}");
+            assert_eq!(can.export[0] == ExportLayout::Plain, !can.expert_parallel(), "{model_type}");
+        }
+    }
 
     /// Shapes and names of all parameters, none of them drawn.
     #[derive(Default)]
@@ -200,6 +216,10 @@ mod tests {
         "first_k_dense_replace": 1, "num_attention_heads": 3, "q_lora_rank": 7, "kv_lora_rank": 6, "qk_nope_head_dim": 4,
         "qk_rope_head_dim": 2, "v_head_dim": 5, "n_routed_experts": 5, "num_experts_per_tok": 2, "n_group": 1, "topk_group": 1,
         "moe_intermediate_size": 7, "intermediate_size": 9, "n_shared_experts": 2"#;
+    const RELATIVE: &str = r#""vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3,
+        "num_key_value_heads": 1, "num_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 9"#;
+    const DENSE: &str = r#""vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3,
+        "num_key_value_heads": 1, "head_dim": 6, "intermediate_size": 9"#;
 
     #[test]
     fn counts_from_the_config_are_those_of_the_module() {
@@ -213,6 +233,15 @@ mod tests {
             format!(r#"{DEEPSEEK}, "attention_bias": true, "mlp_bias": true}}"#)
                 .replace("deepseek_v3", "deepseek_v2")
                 .replace(r#""q_lora_rank": 7"#, r#""q_lora_rank": null"#),
+            format!(r#"{{"model_type": "qwen2_moe", {RELATIVE}, "moe_intermediate_size": 7, "mlp_only_layers": [1]}}"#),
+            format!(r#"{{"model_type": "qwen2_moe", {RELATIVE}, "decoder_sparse_step": 2, "qkv_bias": false}}"#),
+            format!(r#"{{"model_type": "mixtral", {RELATIVE}, "tie_word_embeddings": true}}"#),
+            format!(r#"{{"model_type": "olmoe", {RELATIVE}, "attention_bias": true}}"#),
+            format!(r#"{{"model_type": "llama", {DENSE}}}"#),
+            format!(r#"{{"model_type": "llama", {DENSE}, "attention_bias": true, "mlp_bias": true}}"#),
+            format!(r#"{{"model_type": "qwen2", {DENSE}, "tie_word_embeddings": true}}"#),
+            format!(r#"{{"model_type": "qwen3", {DENSE}, "attention_bias": true}}"#),
+            format!(r#"{{"model_type": "mistral", {DENSE}}}"#),
         ] {
             let (config, shapes) = shapes(&text);
             let real: usize = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
@@ -223,7 +252,7 @@ mod tests {
                 .filter(|(name, _)| name.contains(".experts."))
                 .map(|(_, shape)| shape.iter().product::<usize>() as u64)
                 .sum();
-            // Two of five experts are active.
+            // Two of five experts are active; a dense model has none.
             assert_eq!(count.total() - count.active(), experts / 5 * 3, "{text}");
         }
     }
@@ -296,8 +325,9 @@ mod tests {
 
     #[test]
     fn weight_tables_are_well_formed() {
-        for text in [NEMOTRON, QWEN, DEEPSEEK] {
-            let config = AutoConfig::from_text(format!("{text}}}")).unwrap();
+        for (model_type, _) in crate::FAMILIES.iter().flat_map(|family| family.names) {
+            let config = AutoConfig::from_text(format!(r#"{{"model_type": "{model_type}"}}"#)).unwrap();
+            assert_eq!(config.model_type(), *model_type);
             config.weight_map().validate().unwrap();
         }
     }
@@ -364,10 +394,10 @@ mod tests {
                 ..Default::default()
             };
             let model = AutoModelForCausalLm::<Infer>::from_config(&config, &options, &Default::default()).unwrap();
-            let AutoModelForCausalLm::Qwen3Moe(model) = model else {
+            let AutoModelForCausalLm::Sparse(model) = model else {
                 panic!("{config:?}")
             };
-            let crate::qwen3_moe::FeedForward::Moe(moe) = &model.layers[2].mlp else {
+            let crate::sparse::FeedForward::Moe(moe) = &model.layers[2].mlp else {
                 panic!("layer 2 is sparse")
             };
             values(&moe.experts.down_proj)

@@ -1,4 +1,5 @@
-//! Model families for `burn-moe`: Nemotron-H (Nemotron 3), Qwen3-MoE and DeepSeek (V2, V3, Kimi K2, Moonlight).
+//! Model families for `burn-moe`: Nemotron-H (Nemotron 3), Qwen3-MoE and its relatives, DeepSeek (V2, V3, Kimi K2,
+//! Moonlight), dense decoders.
 //!
 //! [`AutoModelForCausalLm::from_pretrained`] reads a Hugging Face folder of any known family. Each family is a folder of the
 //! same files (see `README.md`): `config.rs` reads `config.json`, `model.rs` computes, `weights.rs` names the tensors in
@@ -8,18 +9,21 @@ mod auto;
 pub mod benchmark;
 mod counts;
 pub mod deepseek_v3;
+mod decoder;
+pub mod dense;
 mod family;
 pub mod finetune;
 mod json;
 pub mod nemotron_h;
 mod pretrained;
-pub mod qwen3_moe;
 mod registry;
 mod rope;
 mod router;
+pub mod sparse;
 
 pub use auto::{AutoModelForCausalLm, FromConfigOptions};
 pub use counts::ParamCount;
+pub use decoder::{DecoderConfig, QkNormKind};
 pub use family::{Capabilities, ExportLayout};
 pub use json::CommonConfig;
 pub use pretrained::{FromPretrainedOptions, Pretrained};

@@ -221,6 +221,11 @@ mod tests {
         "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_experts": 3, "num_experts_per_tok": 2,
         "moe_intermediate_size": 6, "tie_word_embeddings": true}"#;
 
+    const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 3, "intermediate_size": 6}"#;
+    const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "intermediate_size": 6, "torch_dtype": "bfloat16", "rope_theta": 500.0}"#;
+
     fn build(text: &str, dtype: FloatDType) -> Model {
         let config = AutoConfig::from_text(text).unwrap();
         let options = FromConfigOptions {
@@ -259,6 +264,8 @@ mod tests {
         for (text, single) in [
             (NEMOTRON, "backbone.layers.1.mixer.experts.2.up_proj.weight"),
             (QWEN, "model.layers.0.mlp.experts.2.gate_proj.weight"),
+            (MIXTRAL, "model.layers.0.block_sparse_moe.experts.2.w3.weight"),
+            (LLAMA, "model.layers.0.mlp.gate_proj.weight"),
         ] {
             for dtype in [FloatDType::F32, FloatDType::BF16] {
                 let dir = tempfile::tempdir().unwrap();
@@ -283,6 +290,19 @@ mod tests {
         assert_eq!(json.get("my_own_field"), Some(&serde_json::json!([1, 2])));
         assert_eq!(json.get("architectures"), Some(&serde_json::json!(["NemotronHForCausalLM"])));
         assert_eq!(json.get("dtype"), Some(&serde_json::json!("bfloat16")));
+    }
+
+    /// A config of transformers 4 stays one.
+    #[test]
+    fn the_written_config_keeps_its_style() {
+        let dir = tempfile::tempdir().unwrap();
+        build(LLAMA, FloatDType::F32)
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let json = ConfigJson::read(&dir.path().join("config.json")).unwrap();
+        assert_eq!(json.get("torch_dtype"), Some(&serde_json::json!("float32")));
+        assert_eq!(json.get("rope_theta"), Some(&serde_json::json!(500.0)));
+        assert_eq!((json.get("dtype"), json.get("rope_parameters")), (None, None));
     }
 
     #[test]

@@ -8,10 +8,11 @@ use serde_json::{Map, Value};
 
 use crate::counts::ParamCount;
 use crate::deepseek_v3::DeepseekV3Config;
+use crate::dense::DenseConfig;
 use crate::family::{Capabilities, FamilyConfig};
 use crate::json::{CommonConfig, Fields};
 use crate::nemotron_h::NemotronHConfig;
-use crate::qwen3_moe::Qwen3MoeConfig;
+use crate::sparse::SparseConfig;
 
 /// A row of [`FAMILIES`].
 #[derive(Debug, Clone, Copy)]
@@ -54,7 +55,8 @@ macro_rules! families {
 
 families! {
     NemotronH(NemotronHConfig),
-    Qwen3Moe(Qwen3MoeConfig),
+    Sparse(SparseConfig),
+    Dense(DenseConfig),
     DeepseekV3(DeepseekV3Config),
 }
 
@@ -238,7 +240,10 @@ mod tests {
                 r#"{"model_type": "qwen3moe"}"#,
                 vec!["model_type", "\"qwen3moe\"", "nearest: \"qwen3_moe\"", "\"nemotron_h\""],
             ),
-            (r#"{"model_type": "bert"}"#, vec!["\"bert\"", "\"nemotron_h\", \"qwen3_moe\""]),
+            (
+                r#"{"model_type": "bert"}"#,
+                vec!["\"bert\"", "\"nemotron_h\"", "\"olmoe\"", "\"llama\""],
+            ),
             (
                 r#"{"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForSequenceClassification"]}"#,
                 vec!["architectures", "Classification", "nearest: \"Qwen3MoeForCausalLM\""],
@@ -297,6 +302,20 @@ mod tests {
                 "moe_intermediate_size": 7, "intermediate_size": 9, "rope_scaling": {"type": "yarn", "factor": 4.0,
                 "mscale_all_dim": 1.0}, "scoring_func": "sigmoid", "topk_method": "noaux_tc",
                 "quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}}"#,
+            r#"{"model_type": "qwen2_moe", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_experts": 4, "num_experts_per_tok": 2,
+                "moe_intermediate_size": 7, "shared_expert_intermediate_size": 9, "intermediate_size": 9, "qkv_bias": false,
+                "use_sliding_window": true, "sliding_window": 5, "max_window_layers": 2,
+                "layer_types": ["full_attention", "sliding_attention", "full_attention"]}"#,
+            r#"{"model_type": "olmoe", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3,
+                "num_key_value_heads": null, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 7,
+                "clip_qkv": 8.0, "norm_topk_prob": true, "eos_token_id": null, "pad_token_id": 1}"#,
+            r#"{"model_type": "mixtral", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+                "num_attention_heads": 3, "num_key_value_heads": 1, "num_local_experts": 4, "num_experts_per_tok": 2,
+                "intermediate_size": 7, "sliding_window": null, "router_jitter_noise": 0.0, "bos_token_id": 1}"#,
+            r#"{"model_type": "qwen2", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3,
+                "num_key_value_heads": 1, "head_dim": null, "intermediate_size": 7, "max_window_layers": 1,
+                "use_sliding_window": true, "sliding_window": 4, "tie_word_embeddings": true, "max_position_embeddings": 64}"#,
         ];
         #[rustfmt::skip]
         let strange = [
@@ -310,7 +329,7 @@ mod tests {
 
         let mut rng = StdRng::seed_from_u64(0);
         let (mut refused, mut accepted) = (0, 0);
-        for round in 0..9000 {
+        for round in 0..15_000 {
             let original = ConfigJson::parse("config.json", texts[round % texts.len()].into()).unwrap();
             let mut fields = original.fields().clone();
             for _ in 0..rng.random_range(1..4) {

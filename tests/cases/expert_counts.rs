@@ -16,6 +16,7 @@ fn one_of_eight() -> Option<EpGroup> {
 fn experts_that_do_not_divide_over_the_ranks() {
     for (text, field) in [
         (r#"{"model_type": "qwen3_moe", "num_experts": 63}"#, "num_experts"),
+        (r#"{"model_type": "mixtral", "num_experts": 63}"#, "num_local_experts"),
         (r#"{"model_type": "nemotron_h", "n_routed_experts": 63}"#, "n_routed_experts"),
     ] {
         let config = AutoConfig::from_text(text).unwrap();

@@ -49,6 +49,11 @@ fn the_second_document_does_not_notice_the_first() {
         tiny::NEMOTRON_H.to_string(),
         tiny::QWEN3_MOE.to_string(),
         tiny::DEEPSEEK_V3.to_string(),
+        tiny::QWEN2_MOE.to_string(),
+        tiny::MIXTRAL.to_string(),
+        tiny::OLMOE.to_string(),
+        tiny::LLAMA.to_string(),
+        tiny::QWEN2.to_string(),
     ] {
         let config = AutoConfig::from_text(text.clone()).unwrap();
         let (logits, grads) = packed(&config, A[4]);

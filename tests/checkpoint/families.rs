@@ -13,15 +13,11 @@ use burn_moe_tests::fixture;
 use super::toy;
 
 fn folders() -> Vec<PathBuf> {
-    let family = |family: &'static str| {
-        fixture::cases(family)
-            .into_iter()
-            .map(move |case| fixture::root().join(family).join(case))
+    let family = |family: String| {
+        let cases = fixture::cases(&family).into_iter();
+        cases.map(move |case| fixture::root().join(&family).join(case))
     };
-    ["nemotron_h", "qwen3_moe", "deepseek_v3", "deepseek_v2"]
-        .into_iter()
-        .flat_map(family)
-        .collect()
+    fixture::families().into_iter().flat_map(family).collect()
 }
 
 /// Loads and saves on this rank.
@@ -77,7 +73,14 @@ fn every_fixture_comes_back_tensor_by_tensor() {
 /// The folder does not tell how many ranks wrote it.
 #[test]
 fn any_number_of_ranks_writes_the_same_folder() {
-    for case in ["nemotron_h/latent", "qwen3_moe/base", "deepseek_v3/base"] {
+    for case in [
+        "nemotron_h/latent",
+        "qwen3_moe/base",
+        "qwen2_moe/base",
+        "mixtral/base",
+        "olmoe/base",
+        "deepseek_v3/base",
+    ] {
         let dir = fixture::root().join(case);
         let mut written = Vec::new();
         // Six experts each, or eight.

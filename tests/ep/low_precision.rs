@@ -33,7 +33,7 @@ fn distance(found: &[f64], expected: &[f64]) -> f64 {
 // other way, in one process too; the mean over the run does not, and each step obeys the low-precision rule.
 #[test]
 fn bf16_losses_agree_between_local_and_exchanged_experts_over_twenty_steps() {
-    for (name, config) in [("nemotron_h", NEMOTRON), ("qwen3_moe", QWEN), ("deepseek_v3", DEEPSEEK)] {
+    for &(name, config) in MODELS {
         let wide = losses(FloatDType::F32, config, 1);
         let local = losses(FloatDType::BF16, config, 1);
         let exchanged = losses(FloatDType::BF16, config, 2);

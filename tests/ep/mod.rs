@@ -21,6 +21,7 @@ use burn_moe::train::{Decay, Schedule, Trainer, TrainerConfig};
 use burn_moe_models::{AutoConfig, AutoModelForCausalLm, FromConfigOptions};
 
 /// Routed experts of every model below.
+/// Routed experts of all models below.
 const EXPERTS: usize = 8;
 /// Rows and tokens per row of the global batch.
 const ROWS: usize = 4;
@@ -61,6 +62,38 @@ const DEEPSEEK: &str = r#"{
     "v_head_dim": 6, "n_routed_experts": 8, "num_experts_per_tok": 2, "n_group": 4, "topk_group": 2, "n_shared_experts": 2,
     "moe_intermediate_size": 12, "initializer_range": 0.15
 }"#;
+
+/// A shared expert with a gate, one dense layer.
+const QWEN2_MOE: &str = r#"{
+    "model_type": "qwen2_moe", "dtype": "float32", "num_hidden_layers": 3, "vocab_size": 64, "hidden_size": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "num_experts": 8,
+    "num_experts_per_tok": 2, "moe_intermediate_size": 12, "shared_expert_intermediate_size": 10, "intermediate_size": 20,
+    "mlp_only_layers": [1], "output_router_logits": true, "router_aux_loss_coef": 0.05, "initializer_range": 0.15
+}"#;
+
+const MIXTRAL: &str = r#"{
+    "model_type": "mixtral", "dtype": "float32", "num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 16,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 64, "num_local_experts": 8,
+    "num_experts_per_tok": 2, "intermediate_size": 12, "sliding_window": 5, "output_router_logits": true,
+    "router_aux_loss_coef": 0.05, "rope_theta": 10000.0, "initializer_range": 0.15
+}"#;
+
+/// Weights are not renormalised.
+const OLMOE: &str = r#"{
+    "model_type": "olmoe", "dtype": "float32", "num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 16,
+    "num_attention_heads": 2, "max_position_embeddings": 64, "num_experts": 8, "num_experts_per_tok": 2,
+    "intermediate_size": 12, "output_router_logits": true, "router_aux_loss_coef": 0.05, "initializer_range": 0.15
+}"#;
+
+/// The models with their names.
+const MODELS: &[(&str, &str)] = &[
+    ("nemotron_h", NEMOTRON),
+    ("qwen3_moe", QWEN),
+    ("qwen2_moe", QWEN2_MOE),
+    ("mixtral", MIXTRAL),
+    ("olmoe", OLMOE),
+    ("deepseek_v3", DEEPSEEK),
+];
 
 /// Runs `f` on `world` ranks at once; results in rank order. A rank that fails ends the others within seconds.
 pub fn on_ranks<T: Send>(world: usize, f: impl Fn(EpGroup) -> T + Sync) -> Vec<T> {

@@ -46,6 +46,7 @@ fixtures!(
     rope_yarn_mscale,
     sharded,
     tied,
+    v4_config,
     window,
     window_off,
 );

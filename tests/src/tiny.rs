@@ -30,6 +30,46 @@ pub const DEEPSEEK_V3: &str = r#"{"model_type": "deepseek_v3", "vocab_size": 40,
     "moe_intermediate_size": 7, "intermediate_size": 9, "n_shared_experts": 2, "initializer_range": 0.3,
     "rope_scaling": {"type": "yarn", "factor": 4.0, "mscale": 1.0, "mscale_all_dim": 1.0,
     "original_max_position_embeddings": 16}}"#;
+/// Sliding and full layers, gated shared expert, biases.
+pub const QWEN2_MOE: &str = r#"{"model_type": "qwen2_moe", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "num_experts": 4, "num_experts_per_tok": 2,
+    "moe_intermediate_size": 7, "shared_expert_intermediate_size": 5, "intermediate_size": 9, "mlp_only_layers": [1],
+    "use_sliding_window": true, "sliding_window": 5, "initializer_range": 0.3}"#;
+
+/// A window in every layer.
+pub const MIXTRAL: &str = r#"{"model_type": "mixtral", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "intermediate_size": 7, "sliding_window": 5, "initializer_range": 0.3}"#;
+
+/// Norms over all heads, clipped queries, keys and values.
+pub const OLMOE: &str = r#"{"model_type": "olmoe", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 7, "clip_qkv": 0.7,
+    "initializer_range": 0.3}"#;
+
+/// Scaled positions, biases everywhere.
+pub const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 9, "attention_bias": true, "mlp_bias": true,
+    "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16}, "initializer_range": 0.3}"#;
+
+/// The upper layers slide; tied embeddings.
+pub const QWEN2: &str = r#"{"model_type": "qwen2", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 9, "use_sliding_window": true,
+    "sliding_window": 5, "max_window_layers": 1, "tie_word_embeddings": true, "initializer_range": 0.3}"#;
+
+/// Norms of query and key heads.
+pub const QWEN3: &str = r#"{"model_type": "qwen3", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 9, "initializer_range": 0.3}"#;
+
+/// A window in every layer.
+pub const MISTRAL: &str = r#"{"model_type": "mistral", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 2,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "intermediate_size": 9, "sliding_window": 5,
+    "initializer_range": 0.3}"#;
+
+/// Models with four routed experts.
+pub const SPARSE: &[&str] = &[NEMOTRON_H, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, DEEPSEEK_V3];
+/// Models without experts.
+pub const DENSE: &[&str] = &[LLAMA, QWEN2, QWEN3, MISTRAL];
 
 /// A model with the initial values of seed 1.
 pub fn model(config: &AutoConfig) -> AutoModelForCausalLm<Train> {

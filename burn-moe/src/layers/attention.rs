@@ -8,6 +8,20 @@ use super::{Init, Linear, ParamBuilder, RmsNorm};
 use crate::error::{Error, Result};
 use crate::model::{LayerCache, ModelInput};
 
+/// RMSNorm of queries and keys before the rotation.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub enum QkNorm {
+    None,
+    /// Over the P channels of each head, one weight `[P]` for all heads (Qwen3).
+    Head {
+        eps: f64,
+    },
+    /// Over all heads together, weights `[H*P]` and `[Hkv*P]` (OLMoE).
+    Full {
+        eps: f64,
+    },
+}
+
 /// Settings of [`Attention`].
 #[derive(Debug, Clone, Copy)]
 pub struct AttentionConfig {
@@ -19,10 +33,13 @@ pub struct AttentionConfig {
     pub kv_heads: usize,
     /// Head size P; `H * P` need not equal D.
     pub head_dim: usize,
-    /// Bias of the four projections.
-    pub bias: bool,
-    /// RMSNorm of every query and key head, with this epsilon (Qwen3).
-    pub qk_norm_eps: Option<f64>,
+    /// Bias of the query, key and value projections.
+    pub qkv_bias: bool,
+    /// Bias of the output projection.
+    pub o_bias: bool,
+    pub qk_norm: QkNorm,
+    /// Limit queries, keys and values to `[-c, c]` before the rotation (OLMoE).
+    pub clip_qkv: Option<f64>,
     /// Keys `j > i - window` are visible.
     pub window: Option<usize>,
     /// Rotate queries and keys by the tables of the batch; without, the layer knows no positions (Nemotron-H).
@@ -30,8 +47,8 @@ pub struct AttentionConfig {
     pub init: Init,
 }
 
-/// Causal attention over packed documents with padding, in this order: projections, q/k norm, rotation, scores with
-/// scale `P^-0.5`, output projection.
+/// Causal attention over packed documents with padding, in this order: projections, q/k norm, clipping, rotation, scores
+/// with scale `P^-0.5`, output projection.
 #[derive(Module, Debug)]
 pub struct Attention<B: MoeBackend> {
     /// `[H*P, D]`.
@@ -42,13 +59,15 @@ pub struct Attention<B: MoeBackend> {
     pub v_proj: Linear<B>,
     /// `[D, H*P]`.
     pub o_proj: Linear<B>,
-    /// `[P]`.
+    /// `[P]`, or `[H*P]` when it spans all heads.
     pub q_norm: Option<RmsNorm<B>>,
-    /// `[P]`.
+    /// `[P]`, or `[Hkv*P]`.
     pub k_norm: Option<RmsNorm<B>>,
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
+    norm_spans_heads: bool,
+    clip_qkv: Option<f64>,
     rotary: bool,
     desc: AttentionDesc,
 }
@@ -61,24 +80,32 @@ impl<B: MoeBackend> Attention<B> {
             heads,
             kv_heads,
             head_dim,
-            bias,
-            qk_norm_eps,
+            qkv_bias,
+            o_bias,
+            qk_norm,
+            clip_qkv,
             window,
             rotary,
             init,
         } = *config;
         let (q_width, kv_width) = (heads * head_dim, kv_heads * head_dim);
-        let norm = |name: &str| qk_norm_eps.map(|eps| RmsNorm::new(&pb.at(name), head_dim, eps));
+        let norm = |name: &str, width: usize| match qk_norm {
+            QkNorm::None => None,
+            QkNorm::Head { eps } => Some(RmsNorm::new(&pb.at(name), head_dim, eps)),
+            QkNorm::Full { eps } => Some(RmsNorm::new(&pb.at(name), width, eps)),
+        };
         Self {
-            q_proj: Linear::new(&pb.at("q_proj"), hidden, q_width, bias, init),
-            k_proj: Linear::new(&pb.at("k_proj"), hidden, kv_width, bias, init),
-            v_proj: Linear::new(&pb.at("v_proj"), hidden, kv_width, bias, init),
-            o_proj: Linear::new(&pb.at("o_proj"), q_width, hidden, bias, init),
-            q_norm: norm("q_norm"),
-            k_norm: norm("k_norm"),
+            q_proj: Linear::new(&pb.at("q_proj"), hidden, q_width, qkv_bias, init),
+            k_proj: Linear::new(&pb.at("k_proj"), hidden, kv_width, qkv_bias, init),
+            v_proj: Linear::new(&pb.at("v_proj"), hidden, kv_width, qkv_bias, init),
+            o_proj: Linear::new(&pb.at("o_proj"), q_width, hidden, o_bias, init),
+            q_norm: norm("q_norm", q_width),
+            k_norm: norm("k_norm", kv_width),
             heads,
             kv_heads,
             head_dim,
+            norm_spans_heads: matches!(qk_norm, QkNorm::Full { .. }),
+            clip_qkv,
             rotary,
             desc: AttentionDesc {
                 causal: true,
@@ -91,15 +118,11 @@ impl<B: MoeBackend> Attention<B> {
     /// `[B, S, D]` to `[B, S, D]`. A cache is read for the tokens before this batch and extended by it.
     pub fn forward(&self, h_bsd: Tensor<B, 3>, input: &ModelInput<B>, cache: Option<&mut LayerCache<B>>) -> Result<Tensor<B, 3>> {
         let [b, s, _] = h_bsd.dims();
-        let heads = |x: Tensor<B, 3>, n: usize| x.reshape([b, s, n, self.head_dim]);
-        let mut q_bshp = heads(self.q_proj.forward(h_bsd.clone())?, self.heads);
-        let mut k_bshp = heads(self.k_proj.forward(h_bsd.clone())?, self.kv_heads);
-        let mut v_bshp = heads(self.v_proj.forward(h_bsd)?, self.kv_heads);
-        if let Some(norm) = &self.q_norm {
-            q_bshp = norm.forward(q_bshp)?;
-        }
-        if let Some(norm) = &self.k_norm {
-            k_bshp = norm.forward(k_bshp)?;
+        let mut q_bshp = self.normed(self.q_proj.forward(h_bsd.clone())?, self.heads, self.q_norm.as_ref())?;
+        let mut k_bshp = self.normed(self.k_proj.forward(h_bsd.clone())?, self.kv_heads, self.k_norm.as_ref())?;
+        let mut v_bshp = self.normed(self.v_proj.forward(h_bsd)?, self.kv_heads, None)?;
+        if let Some(limit) = self.clip_qkv {
+            [q_bshp, k_bshp, v_bshp] = [q_bshp, k_bshp, v_bshp].map(|x| x.clamp(-limit, limit));
         }
         if self.rotary {
             let (cos, sin) = rope_tables(input)?;
@@ -111,6 +134,17 @@ impl<B: MoeBackend> Attention<B> {
         }
         let out_bshp = ops::attention(q_bshp, k_bshp, v_bshp, None, &input.mask, &self.desc)?.out_bshd;
         self.o_proj.forward(out_bshp.reshape([b, s, self.heads * self.head_dim]))
+    }
+
+    /// Splits `[B, S, n*P]` into `n` heads `[B, S, n, P]` and normalises, in the order that the kind of norm asks for.
+    fn normed(&self, x_bsd: Tensor<B, 3>, n: usize, norm: Option<&RmsNorm<B>>) -> Result<Tensor<B, 4>> {
+        let [b, s, _] = x_bsd.dims();
+        let heads = [b, s, n, self.head_dim];
+        match norm {
+            Some(norm) if self.norm_spans_heads => Ok(norm.forward(x_bsd)?.reshape(heads)),
+            Some(norm) => norm.forward(x_bsd.reshape(heads)),
+            None => Ok(x_bsd.reshape(heads)),
+        }
     }
 }
 

@@ -21,7 +21,7 @@ mod params;
 mod rope;
 mod router;
 
-pub use attention::{Attention, AttentionConfig};
+pub use attention::{Attention, AttentionConfig, QkNorm};
 pub use embedding::Embedding;
 pub use experts::{Experts, ExpertsConfig};
 pub use linear::{Linear, linear};

@@ -11,11 +11,12 @@
 //! 5. **experts** (`experts.rs`, one op): gather, up product, activation, down product;
 //! 6. **combine** (`dispatch/`): rows travel back; each token's K rows are weighted and summed in fp32;
 //! 7. **latent back**: `fc2` returns to width D;
-//! 8. **shared expert** (`mlp.rs`): a dense layer that every token passes, computed from the layer's input;
+//! 8. **shared expert** (`mlp.rs`): a dense layer that every token passes, computed from the layer's input; Qwen2-MoE
+//!    scales its output by a sigmoid of the input;
 //! 9. **sum**: routed plus shared, back to `[B, S, D]`.
 
 use burn::module::Module;
-use burn::tensor::{Int, Tensor};
+use burn::tensor::{Int, Tensor, activation};
 use burn_ep_backend::MoeBackend;
 
 use super::{Experts, ExpertsConfig, Init, Linear, Mlp, MlpConfig, ParamBuilder, Router, RouterConfig};
@@ -29,6 +30,8 @@ pub struct MoeConfig {
     pub router: RouterConfig,
     pub experts: ExpertsConfig,
     pub shared: Option<MlpConfig>,
+    /// A shared expert whose output is scaled by `sigmoid(x · w)` (Qwen2-MoE).
+    pub gated_shared: Option<MlpConfig>,
     /// Projections between the hidden width and the experts' width (`experts.width`, the latent width).
     pub latent: Option<LatentConfig>,
 }
@@ -46,6 +49,9 @@ pub struct Moe<B: MoeBackend> {
     pub gate: Router<B>,
     pub experts: Experts<B>,
     pub shared_experts: Option<Mlp<B>>,
+    pub shared_expert: Option<Mlp<B>>,
+    /// `[1, D]`: how much of `shared_expert` a token takes.
+    pub shared_expert_gate: Option<Linear<B>>,
     /// `[L, D]`: to the latent width.
     pub fc1_latent_proj: Option<Linear<B>>,
     /// `[D, L]`: back.
@@ -61,6 +67,11 @@ impl<B: MoeBackend> Moe<B> {
             gate: Router::new(&pb.at("gate"), &config.router)?,
             experts: Experts::new(&pb.at("experts"), &config.experts)?,
             shared_experts: config.shared.as_ref().map(|shared| Mlp::new(&pb.at("shared_experts"), shared)),
+            shared_expert: config.gated_shared.as_ref().map(|shared| Mlp::new(&pb.at("shared_expert"), shared)),
+            shared_expert_gate: config
+                .gated_shared
+                .as_ref()
+                .map(|shared| Linear::new(&pb.at("shared_expert_gate"), hidden, 1, false, shared.init)),
             fc1_latent_proj: latent("fc1_latent_proj", hidden, width),
             fc2_latent_proj: latent("fc2_latent_proj", width, hidden),
         })
@@ -99,7 +110,10 @@ impl<B: MoeBackend> Moe<B> {
             None => routed_tl,
         };
         if let Some(shared) = &self.shared_experts {
-            out_td = out_td + shared.forward(h_td)?;
+            out_td = out_td + shared.forward(h_td.clone())?;
+        }
+        if let (Some(shared), Some(gate)) = (&self.shared_expert, &self.shared_expert_gate) {
+            out_td = out_td + activation::sigmoid(gate.forward(h_td.clone())?) * shared.forward(h_td)?;
         }
         Ok((out_td.reshape([b, s, d]), router))
     }

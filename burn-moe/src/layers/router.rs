@@ -13,6 +13,8 @@ use crate::error::Result;
 pub enum RouterPrecision {
     /// Logits in the dtype of the hidden states; weights computed in fp32, then rounded to that dtype (Qwen3-MoE).
     Model,
+    /// Logits in the dtype of the hidden states; weights stay in fp32 (Mixtral).
+    ModelLogits,
     /// Logits and weights in fp32 (Nemotron-H, DeepSeek-V3).
     Fp32,
 }
@@ -70,7 +72,7 @@ impl<B: MoeBackend> Router<B> {
     ) -> Result<(ops::Route<B>, Tensor<B, 2>)> {
         let dtype = h_td.dtype();
         let logits_te = match self.precision {
-            RouterPrecision::Model => linear(h_td, self.weight.val())?,
+            RouterPrecision::Model | RouterPrecision::ModelLogits => linear(h_td, self.weight.val())?,
             RouterPrecision::Fp32 => linear(as_dtype(h_td, DType::F32), self.weight.val())?,
         };
         let desc = RouterDesc {

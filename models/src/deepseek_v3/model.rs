@@ -212,6 +212,7 @@ fn moe(config: &DeepseekV3Config) -> MoeConfig {
             init: config.matrix_init(),
         },
         shared: (shared > 0).then(|| dense(config, shared)),
+        gated_shared: None,
         latent: None,
     }
 }

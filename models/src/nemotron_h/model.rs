@@ -6,7 +6,7 @@ use burn_ep_backend::{ExpertActivation, MoeBackend, SsdDesc};
 use burn_moe::batch::HostBatch;
 use burn_moe::layers::{
     Attention, AttentionConfig, Embedding, ExpertsConfig, LatentConfig, Linear, Mamba2, Mamba2Config, Mlp, MlpActivation, MlpConfig, Moe,
-    MoeConfig, ParamBuilder, RmsNorm, RouterConfig, RouterPrecision,
+    MoeConfig, ParamBuilder, QkNorm, RmsNorm, RouterConfig, RouterPrecision,
 };
 use burn_moe::model::{BlockOutput, CausalLm, Head, LayerCache, ModelInput};
 use burn_moe::{Error, Result};
@@ -190,8 +190,10 @@ fn attention(config: &NemotronHConfig) -> AttentionConfig {
         heads: config.num_attention_heads,
         kv_heads: config.num_key_value_heads,
         head_dim: config.head_dim,
-        bias: false,
-        qk_norm_eps: None,
+        qkv_bias: false,
+        o_bias: false,
+        qk_norm: QkNorm::None,
+        clip_qkv: None,
         window: None,
         rotary: false,
         init: config.matrix_init(),
@@ -226,6 +228,7 @@ fn moe(config: &NemotronHConfig) -> MoeConfig {
             init: config.matrix_init(),
         },
         shared: Some(mlp(config, settings.shared_intermediate_size)),
+        gated_shared: None,
         latent: settings.latent_size.map(|_| LatentConfig {
             bias: config.mlp_bias,
             init: config.matrix_init(),

@@ -1,0 +1,15 @@
+//! Initial values of a model built from a config alone.
+
+use burn_moe::layers::Init;
+
+use super::config::SparseConfig;
+
+impl SparseConfig {
+    /// Matrices, router and experts: normal with deviation `initializer_range`. The embedding as well, except the padding
+    /// row, which is zero; norms are 1 and biases 0.
+    pub(super) fn matrix_init(&self) -> Init {
+        Init::Normal {
+            std: self.decoder.initializer_range,
+        }
+    }
+}
