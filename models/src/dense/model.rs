@@ -35,7 +35,7 @@ impl<B: MoeBackend> DenseDecoder<B> {
     /// A model whose parameters are drawn when they are first read.
     ///
     /// # Errors
-    /// None; every family's `new` can fail.
+    /// Never; the signature is that of all families.
     pub fn new(config: &DenseConfig, pb: &ParamBuilder<B>) -> Result<Self> {
         let c = &config.decoder;
         let (h, v) = (c.hidden_size, c.vocab_size);

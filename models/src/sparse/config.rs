@@ -400,7 +400,7 @@ mod tests {
                 r#"{"hidden_size": 3584, "num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4,
                     "num_experts": 64, "num_experts_per_tok": 8, "moe_intermediate_size": 2560,
                     "shared_expert_intermediate_size": 20480}"#,
-                57_409_011_200,
+                57_408_658_944,
                 14.2e9,
             ),
             ("olmoe", r#"{"intermediate_size": 1024}"#, 6_919_161_856, 1.28e9),
