@@ -8,8 +8,8 @@
 mod auto;
 pub mod benchmark;
 mod counts;
-pub mod deepseek_v3;
 mod decoder;
+pub mod deepseek_v3;
 pub mod dense;
 mod family;
 pub mod finetune;

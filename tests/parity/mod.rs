@@ -1,7 +1,7 @@
 //! Same numbers as transformers 5.17.0, for every folder of `tests/fixtures`.
 
-mod deepseek;
 mod decoders;
+mod deepseek;
 mod harness;
 mod nemotron_h;
 mod qwen3_moe;
