@@ -164,8 +164,8 @@ mod tests {
     #[test]
     fn layers_and_experts_are_cut() {
         let qwen = Preset::find("qwen3_30b_a3b").unwrap().config(Some(8), Some(16)).unwrap();
-        let AutoConfig::Qwen3Moe(c) = &qwen else { panic!("{qwen:?}") };
-        assert_eq!((c.num_hidden_layers, c.num_experts), (8, 16));
+        let AutoConfig::Sparse(c) = &qwen else { panic!("{qwen:?}") };
+        assert_eq!((c.decoder.num_hidden_layers, c.num_experts), (8, 16));
         let nano = Preset::find("nemotron3_nano").unwrap().config(Some(14), None).unwrap();
         let AutoConfig::NemotronH(c) = &nano else { panic!("{nano:?}") };
         assert_eq!((c.layers.len(), c.moe.router.num_experts), (14, 128));
