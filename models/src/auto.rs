@@ -12,6 +12,7 @@ use burn_moe::model::{AuxLossSettings, BlockOutput, CausalLm, Head, LayerCache, 
 use crate::deepseek_v3::DeepseekV3;
 use crate::dense::DenseDecoder;
 use crate::family::Capabilities;
+use crate::glm4_moe::Glm4Moe;
 use crate::nemotron_h::NemotronH;
 use crate::registry::AutoConfig;
 use crate::sparse::SparseDecoder;
@@ -111,6 +112,7 @@ families! {
     Sparse(SparseDecoder),
     Dense(DenseDecoder),
     DeepseekV3(DeepseekV3),
+    Glm4Moe(Glm4Moe),
 }
 
 /// How to build a model without a checkpoint.
@@ -153,13 +155,22 @@ mod tests {
 
     use super::*;
 
+    /// Every name of every family, with the fields that have no default.
+    fn smallest_configs() -> impl Iterator<Item = (&'static str, &'static str, AutoConfig)> {
+        let names = crate::FAMILIES.iter().flat_map(|family| family.names);
+        names.map(|(model_type, architecture)| {
+            let names = format!(r#""model_type": "{model_type}", "architectures": ["{architecture}"]"#);
+            let config = AutoConfig::from_text(format!(r#"{{{names}, "num_experts_per_tok": 2, "head_dim": 128}}"#));
+            (*model_type, *architecture, config.unwrap())
+        })
+    }
+
     /// Every family says what it can do, and it fits the model.
     #[test]
     fn capabilities_fit_the_family() {
         use crate::ExportLayout;
-        for (model_type, architecture) in crate::FAMILIES.iter().flat_map(|family| family.names) {
-            let config = AutoConfig::from_text(format!(r#"{{"architectures": ["{architecture}"]}}"#)).unwrap();
-            assert_eq!((config.model_type(), config.architecture()), (*model_type, *architecture));
+        for (model_type, architecture, config) in smallest_configs() {
+            assert_eq!((config.model_type(), config.architecture()), (model_type, architecture));
             let can = config.capabilities();
             assert!(can.packing && !can.export.is_empty(), "{model_type}");
             assert_eq!(can.expert_parallel(), can.moe_blocks > 0, "{model_type}");
@@ -221,6 +232,10 @@ mod tests {
     const DENSE: &str = r#""vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3,
         "num_key_value_heads": 1, "head_dim": 6, "intermediate_size": 9"#;
 
+    const GLM: &str = r#"{"model_type": "glm4_moe", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 5, "num_experts_per_tok": 2,
+        "moe_intermediate_size": 7, "intermediate_size": 9, "n_shared_experts": 2"#;
+
     #[test]
     fn counts_from_the_config_are_those_of_the_module() {
         for text in [
@@ -230,6 +245,8 @@ mod tests {
             format!(r#"{QWEN}, "attention_bias": true, "tie_word_embeddings": true}}"#),
             format!("{DEEPSEEK}}}"),
             format!(r#"{DEEPSEEK}, "attention_bias": true, "tie_word_embeddings": true}}"#),
+            format!("{GLM}}}"),
+            format!(r#"{GLM}, "attention_bias": true, "use_qk_norm": true, "tie_word_embeddings": true}}"#),
             format!(r#"{DEEPSEEK}, "attention_bias": true, "mlp_bias": true}}"#)
                 .replace("deepseek_v3", "deepseek_v2")
                 .replace(r#""q_lora_rank": 7"#, r#""q_lora_rank": null"#),
@@ -325,9 +342,7 @@ mod tests {
 
     #[test]
     fn weight_tables_are_well_formed() {
-        for (model_type, _) in crate::FAMILIES.iter().flat_map(|family| family.names) {
-            let config = AutoConfig::from_text(format!(r#"{{"model_type": "{model_type}"}}"#)).unwrap();
-            assert_eq!(config.model_type(), *model_type);
+        for (_, _, config) in smallest_configs() {
             config.weight_map().validate().unwrap();
         }
     }

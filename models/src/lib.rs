@@ -1,5 +1,5 @@
 //! Model families for `burn-moe`: Nemotron-H (Nemotron 3), Qwen3-MoE and its relatives, DeepSeek (V2, V3, Kimi K2,
-//! Moonlight), dense decoders.
+//! Moonlight), GLM-4-MoE, dense decoders.
 //!
 //! [`AutoModelForCausalLm::from_pretrained`] reads a Hugging Face folder of any known family. Each family is a folder of the
 //! same files (see `README.md`): `config.rs` reads `config.json`, `model.rs` computes, `weights.rs` names the tensors in
@@ -13,6 +13,7 @@ pub mod deepseek_v3;
 pub mod dense;
 mod family;
 pub mod finetune;
+pub mod glm4_moe;
 mod json;
 pub mod nemotron_h;
 mod pretrained;

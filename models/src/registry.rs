@@ -10,6 +10,7 @@ use crate::counts::ParamCount;
 use crate::deepseek_v3::DeepseekV3Config;
 use crate::dense::DenseConfig;
 use crate::family::{Capabilities, FamilyConfig};
+use crate::glm4_moe::Glm4MoeConfig;
 use crate::json::{CommonConfig, Fields};
 use crate::nemotron_h::NemotronHConfig;
 use crate::sparse::SparseConfig;
@@ -58,6 +59,7 @@ families! {
     Sparse(SparseConfig),
     Dense(DenseConfig),
     DeepseekV3(DeepseekV3Config),
+    Glm4Moe(Glm4MoeConfig),
 }
 
 impl AutoConfig {

@@ -8,6 +8,29 @@ use serde_json::{Map, Value};
 
 use crate::json::Fields;
 
+/// Reads the rotary settings of a model whose heads rotate the first `partial_rotary_factor` of their `head_dim` channels.
+/// The factor is that of the dict, then of the top level, then `default_factor`.
+pub fn parse_partial_rope(
+    config: &Map<String, Value>,
+    head_dim: usize,
+    default_factor: f64,
+    max_positions: usize,
+    default_theta: f64,
+) -> Result<RopeConfig> {
+    let empty = Map::new();
+    let top = Fields::new(config);
+    let factor = partial_rotary_factor(&top, &scaling(&top, &empty)?, default_factor)?;
+    let dim = (head_dim as f64 * factor) as usize;
+    if factor > 1.0 || dim < 2 || !dim.is_multiple_of(2) {
+        return Err(Error::config(
+            "partial_rotary_factor",
+            factor,
+            format!("at most 1, and an even number of the {head_dim} channels of a head"),
+        ));
+    }
+    parse_kind(config, dim, max_positions, default_theta)
+}
+
 /// Reads the rotary settings of a model whose heads rotate all `head_dim` channels.
 ///
 /// `rope_scaling` wins over `rope_parameters`; a missing theta comes from the top level, then from `default_theta`.
@@ -20,6 +43,28 @@ pub fn parse_rope(config: &Map<String, Value>, head_dim: usize, max_positions: u
             "an even number: rotary embedding turns pairs of channels",
         ));
     }
+    let rope = parse_kind(config, head_dim, max_positions, default_theta)?;
+    // The plain kind of these families ignores the factor; a scaled kind would rotate too few channels.
+    let empty = Map::new();
+    let partial = partial_rotary_factor(&top, &scaling(&top, &empty)?, 1.0)?;
+    if rope.kind != RopeKind::Default && partial != 1.0 {
+        return Err(Error::config(
+            "partial_rotary_factor",
+            partial,
+            "1: this family rotates whole heads when its frequencies are scaled",
+        ));
+    }
+    Ok(rope)
+}
+
+fn partial_rotary_factor(top: &Fields<'_>, inner: &Fields<'_>, default: f64) -> Result<f64> {
+    let top = top.positive(&["partial_rotary_factor"], default)?;
+    inner.positive(&["partial_rotary_factor"], top)
+}
+
+/// Frequencies of `dim` rotated channels.
+fn parse_kind(config: &Map<String, Value>, dim: usize, max_positions: usize, default_theta: f64) -> Result<RopeConfig> {
+    let top = Fields::new(config);
     let empty = Map::new();
     let inner = scaling(&top, &empty)?;
     let top_theta = top.positive(&["rope_theta"], default_theta)?;
@@ -54,7 +99,7 @@ pub fn parse_rope(config: &Map<String, Value>, head_dim: usize, max_positions: u
                 original_positions: original_positions(&top, &inner, max_positions)?,
             }
         }
-        "longrope" => longrope(&top, &inner, max_positions, head_dim / 2)?,
+        "longrope" => longrope(&top, &inner, max_positions, dim / 2)?,
         other => {
             return Err(Error::config(
                 inner.name("rope_type"),
@@ -63,24 +108,14 @@ pub fn parse_rope(config: &Map<String, Value>, head_dim: usize, max_positions: u
             ));
         }
     };
-    // The plain kind of these families ignores the factor; a scaled kind would rotate too few channels.
-    let top_partial = top.finite(&["partial_rotary_factor"], 1.0)?;
-    let partial = inner.finite(&["partial_rotary_factor"], top_partial)?;
-    if kind != RopeKind::Default && partial != 1.0 {
+    if matches!(kind, RopeKind::Dynamic { .. }) && dim <= 2 {
         return Err(Error::config(
-            "partial_rotary_factor",
-            partial,
-            "1: this family rotates whole heads when its frequencies are scaled",
+            "head_dim",
+            dim,
+            "more than 2 rotated channels with dynamic rotary scaling",
         ));
     }
-    if matches!(kind, RopeKind::Dynamic { .. }) && head_dim <= 2 {
-        return Err(Error::config("head_dim", head_dim, "more than 2 with dynamic rotary scaling"));
-    }
-    Ok(RopeConfig {
-        dim: head_dim,
-        theta,
-        kind,
-    })
+    Ok(RopeConfig { dim, theta, kind })
 }
 
 /// Factor on the scale of the scores in DeepSeek's attention, beside the factor on cos and sin: `m^2` with
@@ -263,6 +298,21 @@ mod tests {
         assert_eq!((original_positions, beta_fast), (9.0, 32.0));
         let g = |m: f64| 0.1 * m * 2f64.ln() + 1.0;
         assert!((attention_factor - g(2.0) / g(1.0)).abs() < 1e-12);
+    }
+
+    #[test]
+    fn partial_rotation_takes_the_first_channels() {
+        let dim = |text: &str| parse_partial_rope(&map(text), 12, 0.5, 4096, 10000.0).map(|rope| rope.dim);
+        assert_eq!(dim("{}").unwrap(), 6);
+        assert_eq!(dim(r#"{"partial_rotary_factor": 0.4}"#).unwrap(), 4);
+        assert_eq!(
+            dim(r#"{"partial_rotary_factor": 0.4, "rope_parameters": {"rope_type": "linear", "factor": 2, "partial_rotary_factor": 1}}"#)
+                .unwrap(),
+            12
+        );
+        for text in [r#"{"partial_rotary_factor": 0.3}"#, r#"{"partial_rotary_factor": 2}"#] {
+            assert!(dim(text).unwrap_err().to_string().contains("`partial_rotary_factor`"), "{text}");
+        }
     }
 
     /// The published value of DeepSeek-V3, and when nothing changes.

@@ -1,7 +1,45 @@
-//! Checks that the families with expert groups share: Nemotron-H, DeepSeek and what follows them name these fields alike.
+//! Routers with expert groups: Nemotron-H, DeepSeek and GLM name these fields alike.
 
-use burn_ep_backend::{GroupScore, RouterDesc};
+use burn_ep_backend::{GroupScore, RouterDesc, RouterScore};
 use burn_moe::{Error, Result};
+
+use crate::json::Fields;
+
+/// What a family takes for missing fields.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct GroupedDefaults {
+    pub experts: usize,
+    pub top_k: usize,
+    pub groups: usize,
+    pub top_groups: usize,
+    pub scale: f64,
+}
+
+/// Sigmoid scores; the choice is shifted by the correction bias and limited to groups (DeepSeek-V3, GLM).
+pub(crate) fn grouped_sigmoid(f: &Fields<'_>, defaults: GroupedDefaults) -> Result<RouterDesc> {
+    f.choice(&["scoring_func"], (), &[("sigmoid", ())])?;
+    f.choice(&["topk_method"], (), &[("noaux_tc", ())])?;
+    for name in ["n_group", "topk_group"] {
+        if f.contains(name) && f.get(&[name])?.is_none() {
+            return Err(Error::config(name, "null", "a number: 1 for a choice among all experts"));
+        }
+    }
+    let experts = num_experts(f, defaults.experts)?;
+    let top_k = f.size(&["num_experts_per_tok"], defaults.top_k)?;
+    Ok(RouterDesc {
+        score: RouterScore::Sigmoid,
+        scale: f.positive(&["routed_scaling_factor"], defaults.scale)? as f32,
+        groups: f.size(&["n_group"], defaults.groups)?,
+        top_groups: f.size(&["topk_group"], defaults.top_groups)?,
+        group_score: GroupScore::TwoBest,
+        ..RouterDesc::softmax(experts, top_k, f.flag(&["norm_topk_prob"], true)?)
+    })
+}
+
+/// Number of routed experts, under any of its names.
+pub(crate) fn num_experts(f: &Fields<'_>, default: usize) -> Result<usize> {
+    f.size(&["n_routed_experts", "num_local_experts", "num_experts"], default)
+}
 
 /// Checks the counts against each other.
 ///

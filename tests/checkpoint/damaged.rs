@@ -190,6 +190,7 @@ fn damaged_family_configs_are_errors() {
         "qwen3_moe/rope_yarn",
         "deepseek_v3/yarn",
         "deepseek_v2/base",
+        "glm4_moe/yarn",
     ] {
         let fixture = fixture::root().join(case);
         let text = std::fs::read_to_string(fixture.join("config.json")).unwrap();

@@ -1,4 +1,4 @@
-//! Every fixture of the families deepseek_v3 and deepseek_v2.
+//! Every fixture of the families deepseek_v3, deepseek_v2, glm4_moe_lite and glm4_moe.
 
 use burn::tensor::FloatDType;
 use burn_moe_tests::fixture::{Fixture, cases, relative_error};
@@ -33,6 +33,7 @@ fixtures!(
     base,
     bf16,
     fp8,
+    fp8_reference,
     half_split,
     linear_mscale,
     mtp,
@@ -51,6 +52,8 @@ fixtures!(
     yarn_no_mscale,
 );
 fixtures!(deepseek_v2: base, bf16, bias, greedy, no_groups, odd, packed, pad_left, yarn);
+fixtures!(glm4_moe_lite: base, bf16, layer_types);
+fixtures!(glm4_moe: base, bf16, groups, odd, packed, pad_left, qk_norm, tied, whole_heads, yarn);
 
 /// Kimi K2 is DeepSeek-V3 under another name.
 #[test]

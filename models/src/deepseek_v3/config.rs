@@ -1,4 +1,4 @@
-//! `config.json` of DeepSeek-V3, DeepSeek-V2, Moonlight and Kimi K2.
+//! `config.json` of DeepSeek-V3, DeepSeek-V2, Moonlight, Kimi K2 and GLM-4.7-Flash.
 //!
 //! Fields without effect, kept only for the round trip: `head_dim` and `qk_head_dim` (they follow from the other sizes),
 //! `aux_loss_alpha` and `seq_aux` (transformers trains without an auxiliary loss), `num_nextn_predict_layers` and
@@ -6,7 +6,7 @@
 //! while `topk_method` is "greedy". Of `quantization_config` only the block size has an effect: which weights are quantised is
 //! known by their names in the files, and training works on the decoded values.
 
-use burn_ep_backend::{GroupScore, RouterDesc, RouterScore};
+use burn_ep_backend::{GroupScore, RouterDesc};
 use burn_moe::checkpoint::WeightMap;
 use burn_moe::layers::RopeConfig;
 use burn_moe::{Error, Result};
@@ -15,8 +15,8 @@ use serde_json::{Map, Value};
 use crate::counts::{FLOPS_PER_WEIGHT, ParamCount};
 use crate::family::{Capabilities, ExportLayout, FamilyConfig};
 use crate::json::{CommonConfig, Fields, MAX_LAYERS};
-use crate::rope::{parse_rope, score_factor};
-use crate::router::check_grouped;
+use crate::rope::{parse_partial_rope, parse_rope, score_factor};
+use crate::router::{GroupedDefaults, check_grouped, grouped_sigmoid, num_experts};
 
 /// Which model of the family, by `model_type`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -27,6 +27,74 @@ pub enum Generation {
     V3,
     /// V3 under the name that Kimi K2 uses.
     KimiK2,
+    /// V3 with a list of layer types (GLM-4.7-Flash).
+    Glm4MoeLite,
+}
+
+/// What transformers takes for missing fields.
+struct Defaults {
+    vocab_size: usize,
+    hidden_size: usize,
+    num_hidden_layers: usize,
+    num_attention_heads: usize,
+    q_lora_rank: usize,
+    qk_nope_head_dim: usize,
+    v_head_dim: usize,
+    intermediate_size: usize,
+    moe_intermediate_size: usize,
+    n_shared_experts: usize,
+    first_k_dense_replace: usize,
+    rms_norm_eps: f64,
+    max_position_embeddings: usize,
+}
+
+impl Generation {
+    fn defaults(self) -> Defaults {
+        match self {
+            Self::V3 | Self::KimiK2 => Defaults {
+                vocab_size: 129_280,
+                hidden_size: 7168,
+                num_hidden_layers: 61,
+                num_attention_heads: 128,
+                q_lora_rank: 1536,
+                qk_nope_head_dim: 128,
+                v_head_dim: 128,
+                intermediate_size: 18_432,
+                moe_intermediate_size: 2048,
+                n_shared_experts: 1,
+                first_k_dense_replace: 3,
+                rms_norm_eps: 1e-6,
+                max_position_embeddings: 4096,
+            },
+            Self::V2 => Defaults {
+                vocab_size: 102_400,
+                hidden_size: 4096,
+                num_hidden_layers: 32,
+                num_attention_heads: 32,
+                intermediate_size: 11_008,
+                moe_intermediate_size: 1407,
+                n_shared_experts: 2,
+                first_k_dense_replace: 0,
+                max_position_embeddings: 2048,
+                ..Self::V3.defaults()
+            },
+            Self::Glm4MoeLite => Defaults {
+                vocab_size: 154_880,
+                hidden_size: 2048,
+                num_hidden_layers: 47,
+                num_attention_heads: 20,
+                q_lora_rank: 768,
+                qk_nope_head_dim: 192,
+                v_head_dim: 256,
+                intermediate_size: 10_240,
+                moe_intermediate_size: 1536,
+                n_shared_experts: 1,
+                first_k_dense_replace: 1,
+                rms_norm_eps: 1e-5,
+                max_position_embeddings: 202_752,
+            },
+        }
+    }
 }
 
 /// A parsed `config.json`, every field checked.
@@ -52,10 +120,8 @@ pub struct DeepseekV3Config {
     /// Shared experts, computed as one dense layer.
     pub n_shared_experts: usize,
     pub router: RouterDesc,
-    /// Layers before this one are dense.
-    pub first_k_dense_replace: usize,
-    /// Of the others, those whose number is a multiple of this are sparse.
-    pub moe_layer_freq: usize,
+    /// Which layers have experts.
+    pub sparse_layers: Vec<bool>,
     /// Epsilon of the norms of hidden states; those of the compressed vectors have 1e-6.
     pub rms_norm_eps: f64,
     pub attention_bias: bool,
@@ -81,6 +147,7 @@ impl DeepseekV3Config {
         ("deepseek_v3", "DeepseekV3ForCausalLM"),
         ("deepseek_v2", "DeepseekV2ForCausalLM"),
         ("kimi_k2", "DeepseekV3ForCausalLM"),
+        ("glm4_moe_lite", "Glm4MoeLiteForCausalLM"),
     ];
 
     pub(crate) fn parse_as(model_type: &'static str, raw: &Map<String, Value>) -> Result<Self> {
@@ -89,6 +156,7 @@ impl DeepseekV3Config {
             match model_type {
                 "deepseek_v2" => Generation::V2,
                 "kimi_k2" => Generation::KimiK2,
+                "glm4_moe_lite" => Generation::Glm4MoeLite,
                 _ => Generation::V3,
             },
         )
@@ -101,9 +169,8 @@ impl DeepseekV3Config {
     pub fn parse(raw: &Map<String, Value>, generation: Generation) -> Result<Self> {
         let f = Fields::new(raw);
         let v2 = generation == Generation::V2;
-        // Defaults of transformers differ between the generations.
-        let size = |name: &str, of_v3: usize, of_v2: usize| f.size(&[name], if v2 { of_v2 } else { of_v3 });
-        let num_hidden_layers = size("num_hidden_layers", 61, 32)?;
+        let defaults = generation.defaults();
+        let num_hidden_layers = f.size(&["num_hidden_layers"], defaults.num_hidden_layers)?;
         if num_hidden_layers > MAX_LAYERS {
             return Err(Error::config(
                 "num_hidden_layers",
@@ -111,8 +178,8 @@ impl DeepseekV3Config {
                 format!("at most {MAX_LAYERS}"),
             ));
         }
-        let vocab_size = size("vocab_size", 129_280, 102_400)?;
-        let num_attention_heads = size("num_attention_heads", 128, 32)?;
+        let vocab_size = f.size(&["vocab_size"], defaults.vocab_size)?;
+        let num_attention_heads = f.size(&["num_attention_heads"], defaults.num_attention_heads)?;
         if let Some(heads) = f.count_or_none(&["num_key_value_heads"])?.filter(|&n| n != num_attention_heads) {
             return Err(Error::config(
                 "num_key_value_heads",
@@ -120,7 +187,7 @@ impl DeepseekV3Config {
                 format!("num_attention_heads = {num_attention_heads}: every head has its own keys and values"),
             ));
         }
-        let qk_nope_head_dim = f.size(&["qk_nope_head_dim"], 128)?;
+        let qk_nope_head_dim = f.size(&["qk_nope_head_dim"], defaults.qk_nope_head_dim)?;
         let qk_rope_head_dim = f.size(&["qk_rope_head_dim"], 64)?;
         if !qk_rope_head_dim.is_multiple_of(2) {
             return Err(Error::config(
@@ -131,27 +198,59 @@ impl DeepseekV3Config {
         }
         f.no_dropout("attention_dropout")?;
         f.choice(&["hidden_act"], (), &[("silu", ()), ("swish", ())])?;
-        let max_position_embeddings = size("max_position_embeddings", 4096, 2048)?;
-        let rope = parse_rope(raw, qk_rope_head_dim, max_position_embeddings, 10_000.0)?;
+        let max_position_embeddings = f.size(&["max_position_embeddings"], defaults.max_position_embeddings)?;
+        let rope = match generation {
+            // GLM reads the factor with every kind, and then turns pairs that are not there unless it is 1.
+            Generation::Glm4MoeLite => parse_partial_rope(raw, qk_rope_head_dim, 1.0, max_position_embeddings, 10_000.0)?,
+            _ => parse_rope(raw, qk_rope_head_dim, max_position_embeddings, 10_000.0)?,
+        };
+        if rope.dim != qk_rope_head_dim {
+            return Err(Error::config(
+                "partial_rotary_factor",
+                rope.dim as f64 / qk_rope_head_dim as f64,
+                "1: the channels with positions are counted by qk_rope_head_dim",
+            ));
+        }
         let config = Self {
             common: CommonConfig::parse_quantised(&f)?,
             generation,
             vocab_size,
-            hidden_size: size("hidden_size", 7168, 4096)?,
+            hidden_size: f.size(&["hidden_size"], defaults.hidden_size)?,
             num_hidden_layers,
             num_attention_heads,
-            q_lora_rank: q_lora_rank(&f)?,
+            q_lora_rank: q_lora_rank(&f, defaults.q_lora_rank)?,
             kv_lora_rank: f.size(&["kv_lora_rank"], 512)?,
             qk_nope_head_dim,
             qk_rope_head_dim,
-            v_head_dim: f.size(&["v_head_dim"], 128)?,
-            intermediate_size: size("intermediate_size", 18_432, 11_008)?,
-            moe_intermediate_size: size("moe_intermediate_size", 2048, 1407)?,
-            n_shared_experts: f.count(&["n_shared_experts"], if v2 { 2 } else { 1 })?,
-            router: if v2 { router_v2(&f)? } else { router_v3(&f)? },
-            first_k_dense_replace: f.count(&["first_k_dense_replace"], if v2 { 0 } else { 3 })?,
-            moe_layer_freq: f.size(&["moe_layer_freq"], 1)?,
-            rms_norm_eps: f.positive(&["rms_norm_eps"], 1e-6)?,
+            v_head_dim: f.size(&["v_head_dim"], defaults.v_head_dim)?,
+            intermediate_size: f.size(&["intermediate_size"], defaults.intermediate_size)?,
+            moe_intermediate_size: f.size(&["moe_intermediate_size"], defaults.moe_intermediate_size)?,
+            n_shared_experts: f.count(&["n_shared_experts"], defaults.n_shared_experts)?,
+            router: match generation {
+                Generation::V2 => router_v2(&f)?,
+                Generation::V3 | Generation::KimiK2 => grouped_sigmoid(
+                    &f,
+                    GroupedDefaults {
+                        experts: 256,
+                        top_k: 8,
+                        groups: 8,
+                        top_groups: 4,
+                        scale: 2.5,
+                    },
+                )?,
+                Generation::Glm4MoeLite => grouped_sigmoid(
+                    &f,
+                    GroupedDefaults {
+                        experts: 64,
+                        top_k: 4,
+                        groups: 1,
+                        top_groups: 1,
+                        scale: 1.8,
+                    },
+                )?,
+            },
+            sparse_layers: sparse_layers(&f, generation, num_hidden_layers, defaults.first_k_dense_replace)?,
+            rms_norm_eps: f.positive(&["rms_norm_eps"], defaults.rms_norm_eps)?,
             attention_bias: f.flag(&["attention_bias"], false)?,
             mlp_bias: v2 && f.flag(&["mlp_bias"], false)?,
             // V2 has no such field: its channels are always pairs.
@@ -180,12 +279,12 @@ impl DeepseekV3Config {
 
     /// Whether a layer has experts.
     pub fn is_sparse(&self, layer: usize) -> bool {
-        layer >= self.first_k_dense_replace && layer.is_multiple_of(self.moe_layer_freq)
+        self.sparse_layers.get(layer).copied().unwrap_or(false)
     }
 
     /// Number of layers with experts.
     pub fn num_sparse_layers(&self) -> usize {
-        (0..self.num_hidden_layers).filter(|&i| self.is_sparse(i)).count()
+        self.sparse_layers.iter().filter(|sparse| **sparse).count()
     }
 
     /// Inner width of all shared experts together.
@@ -264,6 +363,7 @@ impl FamilyConfig for DeepseekV3Config {
             Generation::V2 => "deepseek_v2",
             Generation::V3 => "deepseek_v3",
             Generation::KimiK2 => "kimi_k2",
+            Generation::Glm4MoeLite => "glm4_moe_lite",
         }
     }
 
@@ -311,14 +411,14 @@ impl FamilyConfig for DeepseekV3Config {
 }
 
 /// `null` means queries from one matrix, a missing field the default.
-fn q_lora_rank(f: &Fields<'_>) -> Result<Option<usize>> {
+fn q_lora_rank(f: &Fields<'_>, default: usize) -> Result<Option<usize>> {
     match f.count_or_none(&["q_lora_rank"])? {
         Some(0) => Err(Error::config(
             "q_lora_rank",
             0,
             "at least 1, or null for queries without compression",
         )),
-        None if !f.contains("q_lora_rank") => Ok(Some(1536)),
+        None if !f.contains("q_lora_rank") => Ok(Some(default)),
         rank => Ok(rank),
     }
 }
@@ -354,31 +454,29 @@ fn weight_block_size(f: &Fields<'_>) -> Result<[usize; 2]> {
     }
 }
 
-fn num_experts(f: &Fields<'_>, default: usize) -> Result<usize> {
-    f.size(&["n_routed_experts", "num_local_experts", "num_experts"], default)
-}
-
-/// Sigmoid scores; the choice is shifted by the correction bias and limited to groups.
-fn router_v3(f: &Fields<'_>) -> Result<RouterDesc> {
-    f.choice(&["scoring_func"], (), &[("sigmoid", ())])?;
-    f.choice(&["topk_method"], (), &[("noaux_tc", ())])?;
-    for name in ["n_group", "topk_group"] {
-        if f.contains(name) && f.get(&[name])?.is_none() {
-            return Err(Error::config(name, "null", "a number: 1 for a choice among all experts"));
-        }
+/// The first layers are dense, then every `moe_layer_freq`-th one is sparse; GLM may list them instead.
+fn sparse_layers(f: &Fields<'_>, generation: Generation, layers: usize, first: usize) -> Result<Vec<bool>> {
+    let listed = match generation {
+        Generation::Glm4MoeLite => f.list(&["mlp_layer_types"])?,
+        _ => None,
+    };
+    let Some(types) = listed else {
+        let (first, step) = (f.count(&["first_k_dense_replace"], first)?, f.size(&["moe_layer_freq"], 1)?);
+        return Ok((0..layers).map(|layer| layer >= first && layer.is_multiple_of(step)).collect());
+    };
+    if types.len() != layers {
+        return Err(Error::config(
+            "mlp_layer_types",
+            format!("{} entries", types.len()),
+            format!("one for each of num_hidden_layers = {layers}"),
+        ));
     }
-    Ok(RouterDesc {
-        score: RouterScore::Sigmoid,
-        scale: f.positive(&["routed_scaling_factor"], 2.5)? as f32,
-        groups: f.size(&["n_group"], 8)?,
-        top_groups: f.size(&["topk_group"], 4)?,
-        group_score: GroupScore::TwoBest,
-        ..RouterDesc::softmax(
-            num_experts(f, 256)?,
-            f.size(&["num_experts_per_tok"], 8)?,
-            f.flag(&["norm_topk_prob"], true)?,
-        )
-    })
+    let sparse = |(place, kind): (usize, &Value)| match kind.as_str() {
+        Some("sparse") => Ok(true),
+        Some("dense") => Ok(false),
+        _ => Err(Error::config(format!("mlp_layer_types[{place}]"), kind, "\"sparse\" or \"dense\"")),
+    };
+    types.iter().enumerate().map(sparse).collect()
 }
 
 /// Softmax scores; the choice is limited to groups with `topk_method = "group_limited_greedy"`.

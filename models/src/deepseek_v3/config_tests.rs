@@ -69,6 +69,9 @@ fn relatives_have_their_published_sizes() {
             "vocab_size": 163840, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.446}"#,
     );
     assert!((total - 15.96).abs() < 0.01 && (active - 2.91).abs() < 0.05, "{total} {active}");
+    // GLM-4.7-Flash: "30B-A3B", all fields at their defaults.
+    let (total, active) = sizes(r#"{"model_type": "glm4_moe_lite"}"#);
+    assert!((total - 29.94).abs() < 0.01 && (active - 3.9).abs() < 0.1, "{total} {active}");
     let (total, active) = sizes(
         r#"{"model_type": "kimi_k2", "architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 64,
             "n_routed_experts": 384, "first_k_dense_replace": 1, "vocab_size": 163840, "n_group": 1, "topk_group": 1,
@@ -89,7 +92,7 @@ fn defaults_are_those_of_the_reference() {
     );
     assert_eq!((c.router.num_experts, c.router.top_k, c.router.scale), (256, 8, 2.5));
     assert_eq!((c.router.groups, c.router.top_groups, c.router.renormalize), (8, 4, true));
-    assert_eq!((c.first_k_dense_replace, c.rope_interleave, c.attention_bias), (3, true, false));
+    assert_eq!((c.num_sparse_layers(), c.rope_interleave, c.attention_bias), (58, true, false));
     assert_eq!((c.rope.theta, &c.rope.kind, c.rope.dim), (10_000.0, &RopeKind::Default, 64));
     assert_eq!((c.max_position_embeddings, c.rms_norm_eps), (4096, 1e-6));
     assert_eq!(c.score_scale, 192f64.powf(-0.5));
@@ -101,7 +104,7 @@ fn defaults_are_those_of_the_reference() {
         (11_008, 1407, 2)
     );
     assert_eq!((c.router.num_experts, c.router.groups, c.router.renormalize), (64, 1, false));
-    assert_eq!((c.first_k_dense_replace, c.max_position_embeddings, c.router.scale), (0, 2048, 1.0));
+    assert_eq!((c.num_sparse_layers(), c.max_position_embeddings, c.router.scale), (32, 2048, 1.0));
     assert!(!c.has_correction_bias() && !c.capabilities().router_bias);
 }
 
@@ -117,6 +120,16 @@ fn layers_are_dense_or_sparse() {
         [2, 4]
     );
     assert_eq!(sparse(r#"{"num_hidden_layers": 2, "first_k_dense_replace": 0}"#), [0, 1]);
+    let listed = |text: &str| DeepseekV3Config::parse(&map(text), Generation::Glm4MoeLite).map(|c| c.sparse_layers);
+    assert_eq!(listed(r#"{"num_hidden_layers": 3}"#).unwrap(), [false, true, true]);
+    assert_eq!(
+        listed(r#"{"num_hidden_layers": 2, "mlp_layer_types": ["sparse", "dense"]}"#).unwrap(),
+        [true, false]
+    );
+    for (types, part) in [(r#"["sparse"]"#, "1 entries"), (r#"["sparse", "moe"]"#, "mlp_layer_types[1]")] {
+        let text = format!(r#"{{"num_hidden_layers": 2, "mlp_layer_types": {types}}}"#);
+        assert!(listed(&text).unwrap_err().to_string().contains(part));
+    }
     // A router that no layer uses is not checked.
     assert!(sparse(r#"{"num_hidden_layers": 2, "n_group": 7}"#).is_empty());
 }

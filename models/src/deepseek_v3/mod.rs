@@ -5,6 +5,7 @@
 //! | --- | --- | --- |
 //! | DeepSeek-V3, R1, V3.1; Moonlight | `deepseek_v3` | sigmoid router with correction bias, groups by their two best experts |
 //! | Kimi K2 | `kimi_k2` | the same under another name |
+//! | GLM-4.7-Flash | `glm4_moe_lite` | the same with a list of dense and sparse layers |
 //! | DeepSeek-V2, V2-Lite | `deepseek_v2` | softmax router, groups by their best expert or none |
 
 mod config;

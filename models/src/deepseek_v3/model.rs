@@ -119,7 +119,7 @@ impl<B: MoeBackend> CausalLm<B> for DeepseekV3<B> {
         // V2 rotates with fp32 tables, V3 with tables in the dtype of the model.
         let dtype = match self.config.generation {
             Generation::V2 => FloatDType::F32,
-            Generation::V3 | Generation::KimiK2 => self.dtype(),
+            Generation::V3 | Generation::KimiK2 | Generation::Glm4MoeLite => self.dtype(),
         };
         let mut input = ModelInput::new(batch, device);
         input.rope = Some(table.tensors(device, dtype));
