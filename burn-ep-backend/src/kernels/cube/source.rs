@@ -48,7 +48,7 @@ impl Parameters {
 
 #[test]
 fn every_cube_kernel_compiles_for_sm_90a() {
-    let variants = [super::rms_norm::variants(), super::rope::variants()].concat();
+    let variants = [super::column_sums::variants(), super::rms_norm::variants(), super::rope::variants()].concat();
     for source in &variants {
         super::super::nvrtc::compile_for_sm_90a(source);
     }
