@@ -388,7 +388,10 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
     }
 
     fn scale_by(tensor: FloatTensor<Self>, factor_1: FloatTensor<Self>) -> FloatTensor<Self> {
-        plain::cross_entropy::scale(tensor, &factor_1).unwrap_or_else(|tensor| reference::scale::scale_by::<Self>(tensor, factor_1))
+        if !plain::cross_entropy::supports_scale(&tensor, &factor_1) {
+            return reference::scale::scale_by::<Self>(tensor, factor_1);
+        }
+        plain::cross_entropy::scale(tensor, &factor_1)
     }
 
     fn adamw8_step(

@@ -232,12 +232,14 @@ pub fn linear_cross_entropy(
     })
 }
 
-/// `x * factor [1]` in fp32, rounded once to the dtype of x; in place if nobody else holds x. None for other dtypes.
-pub fn scale(x: CudaTensor, factor: &CudaTensor) -> Result<CudaTensor, CudaTensor> {
+/// Whether [`scale`] runs here.
+pub fn supports_scale(x: &CudaTensor, factor: &CudaTensor) -> bool {
+    x.shape().num_elements() > 0 && is_float(x.dtype) && factor.dtype == DType::F32
+}
+
+/// `x * factor [1]` in fp32, rounded once to the dtype of x; in place if nobody else holds x.
+pub fn scale(x: CudaTensor, factor: &CudaTensor) -> CudaTensor {
     let elements = x.shape().num_elements();
-    if elements == 0 || !is_float(x.dtype) || factor.dtype != DType::F32 {
-        return Err(x);
-    }
     let x = dense(x);
     let out = if x.can_mut() {
         x.clone()
@@ -247,7 +249,7 @@ pub fn scale(x: CudaTensor, factor: &CudaTensor) -> Result<CudaTensor, CudaTenso
     let grid = (multiprocessors(&x.client) * 4).min(elements.div_ceil(512) as u32);
     let buffers = [&x.handle, &factor.handle, &out.handle];
     scale_kernel(x.dtype).launch(&x.client, grid, vec![], &buffers, vec![elements as u64]);
-    Ok(out)
+    out
 }
 
 /// Sum of a dense fp32 vector, `[1]`.
