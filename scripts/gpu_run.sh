@@ -48,7 +48,8 @@ PY
 export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export BURN_MOE_FIXTURES=$home/fixtures BURN_MOE_ASSETS=$home/assets
 export CUBECL_AUTOTUNE_LEVEL=${CUBECL_AUTOTUNE_LEVEL:-minimal}
-# Compiled kernels and tuning results outlive the process.
+# Compiled kernels and tuning results outlive the process, and so do those of the driver.
+export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$work/cache/driver} CUDA_CACHE_MAXSIZE=${CUDA_CACHE_MAXSIZE:-4294967296}
 cat >"$work/run/cubecl.toml" <<TOML
 [compilation]
 cache = { file = "$work/cache" }

@@ -5,7 +5,7 @@
 //!
 //! On CUDA the fp32 tolerances are ten times wider: sums over thousands of terms run in another order and with fused
 //! multiply-adds, exponentials are the device's, and products may be chosen by tuning, so that a repeated pass is equal only up to
-//! that. It is still fp32 throughout (TF32 would be off by 1e-3).
+//! that. It is still fp32 throughout (TF32 would be off by 1e-3); on an H200 logits were off by 6e-7 and gradients by 6e-6 at most.
 
 use std::collections::BTreeMap;
 
