@@ -81,7 +81,7 @@ struct Args {
     /// Compute activations again in the backward pass instead of keeping them
     #[arg(long)]
     recompute: bool,
-    /// Expert-parallel ranks (threads of this process)
+    /// Expert-parallel ranks: threads of this process, or the processes that torchrun, srun or mpirun started
     #[arg(long, default_value_t = 1)]
     ep: usize,
     /// Seed of the data order
@@ -148,7 +148,10 @@ impl Args {
 fn run(args: Args) -> Result<ExitCode> {
     let finetune = Finetune::prepare(args.config()?)?;
     let interrupt = Interrupt::on_signals()?;
-    say!("data: {}", finetune.data().report());
+    let first = finetune.is_first();
+    if first {
+        say!("data: {}", finetune.data().report());
+    }
     let progress = ProgressLine::new(finetune.config().trainer.steps);
     let report = finetune.run(&interrupt, |event| match event {
         Event::Loaded { parameters, active, step } => {
@@ -163,13 +166,17 @@ fn run(args: Args) -> Result<ExitCode> {
         }
         Event::Step(report) => progress.show(report),
     })?;
-    progress.finish();
-    if let Some((first, last)) = report.first_and_last_loss() {
-        say!("loss {first:.4} -> {last:.4}, mean of the first and the last tenth of the steps");
+    if first {
+        progress.finish();
+        if let Some((early, late)) = report.first_and_last_loss() {
+            say!("loss {early:.4} -> {late:.4}, mean of the first and the last tenth of the steps");
+        }
+        say!("saved {}", finetune.config().output.display());
     }
-    say!("saved {}", finetune.config().output.display());
     if report.end == RunEnd::Interrupted {
-        say!("interrupted after step {}; continue with --resume", report.step);
+        if first {
+            say!("interrupted after step {}; continue with --resume", report.step);
+        }
         return Ok(ExitCode::from(130)); // 128 + SIGINT, as shells report it
     }
     Ok(ExitCode::SUCCESS)

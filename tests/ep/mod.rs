@@ -6,6 +6,7 @@ mod checkpoint;
 mod layer;
 mod low_precision;
 mod model;
+mod processes;
 
 use std::collections::BTreeMap;
 use std::ops::Range;

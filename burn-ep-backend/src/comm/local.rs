@@ -1,50 +1,30 @@
 //! Threads of one process as ranks: the transport of CPU tests and of ep = 1.
-//!
-//! Every operation is a round: each rank posts its part without blocking, waits until all parts are there, and takes
-//! what is addressed to it. A rank that is ahead may post its next rounds while others still wait in this one.
 
-use std::collections::BTreeMap;
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
-use super::Communicator;
-use super::round::{Call, Part, RankState, Round, State};
-use crate::error::{OpError, Result};
-
-/// How long a rank waits for the others unless told otherwise. A rank that fails or ends is noticed at once, so this only
-/// bounds hangs; it must be longer than the longest work that one rank does alone, such as writing a checkpoint.
-const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
+use super::hub::{DEFAULT_TIMEOUT, Hub, Member, communicate_as_member};
 
 /// One rank of an in-process group.
 ///
 /// A wait ends with an error that names the missing ranks when its timeout is over, when a rank calls
-/// [`abort`](Communicator::abort), when ranks call different operations, and when a rank that is waited for has dropped
+/// [`abort`](super::Communicator::abort), when ranks call different operations, and when a rank that is waited for has dropped
 /// its communicator (its thread ended). Any such error ends the whole group.
 #[derive(Debug)]
 pub struct LocalCommunicator {
-    rank: usize,
-    timeout: Duration,
-    hub: Arc<Hub>,
+    member: Member,
 }
 
 impl LocalCommunicator {
     /// A group of `world` ranks; give one communicator to each thread.
     pub fn group(world: usize) -> Vec<Self> {
-        let hub = Arc::new(Hub {
-            world,
-            state: Mutex::new(State {
-                rounds: BTreeMap::new(),
-                ranks: vec![RankState::default(); world],
-                failure: None,
-            }),
-            changed: Condvar::new(),
-        });
-        let member = |rank| Self {
+        let hub = Hub::new(world, world);
+        let member = |rank| Member {
             rank,
             timeout: DEFAULT_TIMEOUT,
             hub: hub.clone(),
+            wire: None,
         };
-        (0..world).map(member).collect()
+        (0..world).map(|rank| Self { member: member(rank) }).collect()
     }
 
     /// A group of one.
@@ -54,188 +34,26 @@ impl LocalCommunicator {
 
     /// The same rank with another limit for each wait (10 minutes by default).
     pub fn with_timeout(mut self, timeout: Duration) -> Self {
-        self.timeout = timeout;
+        self.member.timeout = timeout;
         self
-    }
-
-    /// Posts `part` to this rank's next round, waits for all ranks, and takes from their parts.
-    fn round<T>(&self, call: Call, part: Part, take: impl FnOnce(&mut [Part]) -> T) -> Result<T> {
-        let mut state = self.hub.lock();
-        state.refuse_failed().map_err(|why| self.error(call, why))?;
-        let sequence = state.ranks[self.rank].next;
-        state.ranks[self.rank].next += 1;
-        state.ranks[self.rank].last = Some((sequence, call));
-        let round = state.rounds.entry(sequence).or_insert_with(|| Round {
-            call,
-            opened_by: self.rank,
-            parts: (0..self.hub.world).map(|_| None).collect(),
-            taken: 0,
-        });
-        if round.call != call {
-            let why = format!(
-                "operation {sequence}: rank {} called {call} while rank {} called {}",
-                self.rank, round.opened_by, round.call
-            );
-            return Err(self.fail(state, call, why));
-        }
-        round.parts[self.rank] = Some(part);
-        if round.missing().is_empty() {
-            self.hub.changed.notify_all();
-        }
-
-        let deadline = Instant::now() + self.timeout;
-        loop {
-            state.refuse_failed().map_err(|why| self.error(call, why))?;
-            let missing = state.rounds[&sequence].missing();
-            if missing.is_empty() {
-                break;
-            }
-            if let Some(gone) = missing.iter().find(|&&r| state.ranks[r].gone) {
-                let why = format!("operation {sequence}: {} left the group", state.describe(*gone));
-                return Err(self.fail(state, call, why));
-            }
-            let now = Instant::now();
-            if now >= deadline {
-                let who: Vec<String> = missing.iter().map(|&r| state.describe(r)).collect();
-                let why = format!(
-                    "operation {sequence}: waited {:?} for {}; a rank that fails must abort the group, and all ranks must call the same operations",
-                    self.timeout,
-                    who.join(", ")
-                );
-                return Err(self.fail(state, call, why));
-            }
-            state = self
-                .hub
-                .changed
-                .wait_timeout(state, deadline - now)
-                .unwrap_or_else(|e| e.into_inner())
-                .0;
-        }
-
-        let round = state
-            .rounds
-            .get_mut(&sequence)
-            .expect("a round lives until every rank has taken from it");
-        let mut parts: Vec<Part> = round
-            .parts
-            .iter_mut()
-            .map(|p| p.as_mut().expect("complete").share(self.rank))
-            .collect();
-        round.taken += 1;
-        if round.taken == self.hub.world {
-            state.rounds.remove(&sequence);
-        }
-        drop(state);
-        Ok(take(&mut parts))
-    }
-
-    fn error(&self, call: Call, why: String) -> OpError {
-        OpError::Comm {
-            rank: self.rank,
-            world: self.hub.world,
-            op: call.op,
-            why,
-        }
-    }
-
-    /// Ends the group: the others must not wait for a rank that gave up.
-    fn fail(&self, mut state: MutexGuard<'_, State>, call: Call, why: String) -> OpError {
-        let error = self.error(call, why);
-        state.failure.get_or_insert_with(|| error.to_string());
-        self.hub.changed.notify_all();
-        error
     }
 }
 
 impl Drop for LocalCommunicator {
     fn drop(&mut self) {
-        self.hub.lock().ranks[self.rank].gone = true;
-        self.hub.changed.notify_all();
+        self.member.hub.leave(self.member.rank, "left the group");
     }
 }
 
-impl Communicator for LocalCommunicator {
-    fn rank(&self) -> usize {
-        self.rank
-    }
-
-    fn world(&self) -> usize {
-        self.hub.world
-    }
-
-    fn all_to_all(&self, send: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-        let call = Call::new("all_to_all");
-        if send.len() != self.hub.world {
-            let why = format!("rank {} has {} payloads for {} ranks", self.rank, send.len(), self.hub.world);
-            return Err(self.fail(self.hub.lock(), call, why));
-        }
-        self.round(call, Part::ForEach(send), |parts| parts.iter_mut().map(Part::bytes).collect())
-    }
-
-    fn all_gather(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        let part = Part::ForAll(Arc::new(bytes));
-        self.round(Call::new("all_gather"), part, |parts| parts.iter_mut().map(Part::bytes).collect())
-    }
-
-    fn all_reduce_sum(&self, values: &mut [f32]) -> Result<()> {
-        let call = Call::reduce("all_reduce_sum", values.len());
-        let part = Part::F32(Arc::new(values.to_vec()));
-        self.round(call, part, |parts| {
-            sum_in_rank_order(values, parts.iter().map(|p| if let Part::F32(v) = p { v.as_slice() } else { &[] }));
-        })
-    }
-
-    fn all_reduce_sum_f64(&self, values: &mut [f64]) -> Result<()> {
-        let call = Call::reduce("all_reduce_sum_f64", values.len());
-        let part = Part::F64(Arc::new(values.to_vec()));
-        self.round(call, part, |parts| {
-            sum_in_rank_order(values, parts.iter().map(|p| if let Part::F64(v) = p { v.as_slice() } else { &[] }));
-        })
-    }
-
-    fn barrier(&self) -> Result<()> {
-        self.round(Call::new("barrier"), Part::Nothing, |_| ())
-    }
-
-    fn abort(&self, why: &str) {
-        let mut state = self.hub.lock();
-        let rank = self.rank;
-        state.failure.get_or_insert_with(|| format!("rank {rank} aborted the group: {why}"));
-        self.hub.changed.notify_all();
-    }
-}
-
-/// `out = parts[0] + parts[1] + ..`: the same order, hence the same bits, on every rank.
-fn sum_in_rank_order<'a, T: Copy + std::ops::AddAssign + 'a>(out: &mut [T], mut parts: impl Iterator<Item = &'a [T]>) {
-    if let Some(first) = parts.next() {
-        out.copy_from_slice(first);
-    }
-    for part in parts {
-        for (sum, value) in out.iter_mut().zip(part) {
-            *sum += *value;
-        }
-    }
-}
-
-/// What the ranks of a group share.
-#[derive(Debug)]
-struct Hub {
-    world: usize,
-    state: Mutex<State>,
-    changed: Condvar,
-}
-
-impl Hub {
-    fn lock(&self) -> MutexGuard<'_, State> {
-        // A panic inside the lock leaves at worst an unfinished round, which the timeout reports.
-        self.state.lock().unwrap_or_else(|e| e.into_inner())
-    }
-}
+communicate_as_member!(LocalCommunicator);
 
 #[cfg(test)]
 mod tests {
-    use super::*;
     use std::thread;
+    use std::time::Instant;
+
+    use super::*;
+    use crate::comm::Communicator;
 
     /// Runs `f` on every rank at once and returns the results in rank order.
     fn on_ranks<T: Send>(group: Vec<LocalCommunicator>, f: impl Fn(LocalCommunicator) -> T + Sync) -> Vec<T> {

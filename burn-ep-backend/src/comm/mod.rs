@@ -5,13 +5,20 @@
 //! `exchange_rows`.
 
 mod group;
+mod hub;
+mod launch;
 mod local;
+mod rendezvous;
 mod round;
+mod tcp;
 
 use std::sync::{Arc, Mutex};
 
 pub use group::EpGroup;
+pub use launch::{DEFAULT_PORT, Launch};
 pub use local::LocalCommunicator;
+pub use rendezvous::{Agreement, rendezvous};
+pub use tcp::TcpCommunicator;
 
 use crate::error::{OpError, Result};
 

@@ -1,4 +1,4 @@
-//! Rounds of an in-process group: who called what, and the parts that wait to be taken.
+//! Rounds of a group: who called what, and the parts that wait to be taken.
 
 use std::collections::BTreeMap;
 use std::fmt;
@@ -38,8 +38,8 @@ pub(super) struct RankState {
     /// Sequence number of this rank's next operation.
     pub(super) next: u64,
     pub(super) last: Option<(u64, Call)>,
-    /// Its communicator was dropped.
-    pub(super) gone: bool,
+    /// How it went away, once it has.
+    pub(super) gone: Option<String>,
 }
 
 /// One operation of the group.

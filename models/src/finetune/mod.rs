@@ -1,7 +1,7 @@
 //! Supervised fine-tuning from a Hugging Face folder to a Hugging Face folder: the main program as a library call.
 //!
 //! [`Finetune::prepare`] refuses everything that can be refused before weights are read: settings, an unwritable output,
-//! the tokenizer, every line of the data. [`Finetune::run`] loads the model (one thread per expert-parallel rank), trains,
+//! the tokenizer, every line of the data. [`Finetune::run`] loads the model (one thread or process per expert-parallel rank), trains,
 //! and leaves the result in the output folder.
 
 mod output;
@@ -9,6 +9,9 @@ mod run;
 
 use std::path::PathBuf;
 use std::sync::Arc;
+use std::time::Duration;
+
+use burn_ep_backend::comm::Launch;
 
 use burn_moe::data::{ChatTemplate, Conversation, Dataset, EncodeOptions, Layout, Tokenizer, TooLong};
 use burn_moe::train::{StepReport, TrainerConfig};
@@ -43,8 +46,11 @@ pub struct FinetuneConfig {
     pub too_long: TooLong,
     /// Seed of the data order.
     pub seed: u64,
-    /// Expert-parallel ranks, as threads of this process.
+    /// Expert-parallel ranks: threads of this process or, when a launcher (torchrun, srun, mpirun) started it, the processes of
+    /// the job; then 1 stands for all of them.
     pub ep: usize,
+    /// Longest wait for the other processes at the start.
+    pub rendezvous: Duration,
     /// A question that the model answers before and after training.
     pub question: Option<String>,
     /// Most tokens of an answer.
@@ -70,6 +76,7 @@ impl FinetuneConfig {
             too_long: TooLong::default(),
             seed: 0,
             ep: 1,
+            rendezvous: Duration::from_secs(300),
             question: None,
             max_new_tokens: 64,
             trainer: TrainerConfig::default(),
@@ -106,6 +113,8 @@ pub enum Event<'a> {
 #[derive(Debug, Clone)]
 pub struct Finetune {
     config: FinetuneConfig,
+    /// The other processes of the job, if there are any.
+    launch: Option<Launch>,
     /// Checkpoint to resume.
     resumed: Option<PathBuf>,
     tokenizer: Tokenizer,
@@ -119,9 +128,22 @@ pub struct Finetune {
 impl Finetune {
     /// Checks the settings, reads tokenizer and data, and prepares the output folder.
     pub fn prepare(config: FinetuneConfig) -> Result<Self> {
+        Self::prepare_as(config, Launch::from_env()?)
+    }
+
+    /// [`Finetune::prepare`] as one process of the job `launch`.
+    pub fn prepare_as(mut config: FinetuneConfig, launch: Option<Launch>) -> Result<Self> {
         config.trainer.validate()?;
         if config.ep == 0 {
             return Err(Error::config("ep", 0, "at least 1"));
+        }
+        let launch = launch.filter(|launch| launch.world > 1);
+        if let Some(Launch { world, .. }) = launch {
+            if config.ep != 1 && config.ep != world {
+                let expected = format!("1 or the {world} processes of the job: experts are spread over all of them");
+                return Err(Error::config("ep", config.ep, expected));
+            }
+            config.ep = world;
         }
         if config.seq < 2 {
             return Err(Error::config("seq", config.seq, "at least 2 (a token and its successor)"));
@@ -167,6 +189,7 @@ impl Finetune {
         }
         Ok(Self {
             config,
+            launch,
             resumed,
             tokenizer,
             data: Arc::new(data),
@@ -178,6 +201,11 @@ impl Finetune {
     /// The settings.
     pub fn config(&self) -> &FinetuneConfig {
         &self.config
+    }
+
+    /// Whether this process speaks for the job: it alone reports progress.
+    pub fn is_first(&self) -> bool {
+        self.launch.as_ref().is_none_or(|launch| launch.rank == 0)
     }
 
     /// The encoded data set.

@@ -1,9 +1,9 @@
-//! The run itself: one thread per rank, each with its share of the experts.
+//! The run itself: one thread or process per rank, each with its share of the experts.
 
 use std::path::Path;
 
 use burn::module::AutodiffModule;
-use burn_ep_backend::comm::{CommHandle, EpGroup, LocalCommunicator};
+use burn_ep_backend::comm::{Agreement, CommHandle, EpGroup, Launch, LocalCommunicator, rendezvous};
 use burn_moe::backend::{Device, Train};
 use burn_moe::checkpoint::{CheckpointSource, SaveOptions};
 use burn_moe::data::{Loader, LoaderOptions};
@@ -38,14 +38,60 @@ impl FinetuneReport {
 
 impl Finetune {
     /// Loads the model, trains until all steps are done or `interrupt` asks to stop, and saves either way. `on_event` hears
-    /// what happens, on the thread of rank 0.
+    /// what happens, on the thread or in the process of rank 0.
     pub fn run(&self, interrupt: &Interrupt, mut on_event: impl FnMut(Event<'_>) + Send) -> Result<FinetuneReport> {
-        let report = match self.config.ep {
-            1 => self.rank(None, interrupt, &mut on_event),
-            ranks => self.ranks(ranks, interrupt, &mut on_event),
+        let report = match (&self.launch, self.config.ep) {
+            (Some(launch), _) => return self.process(launch, interrupt, &mut on_event),
+            (None, 1) => self.rank(None, interrupt, &mut on_event),
+            (None, ranks) => self.ranks(ranks, interrupt, &mut on_event),
         }?;
-        output::publish(&output::plan(&self.config).checkpoint(report.step), &self.config.output)?;
+        self.publish(&report)?;
         Ok(report)
+    }
+
+    fn publish(&self, report: &FinetuneReport) -> Result<()> {
+        output::publish(&output::plan(&self.config).checkpoint(report.step), &self.config.output)
+    }
+
+    /// This process as one rank of a job.
+    fn process(&self, launch: &Launch, interrupt: &Interrupt, on_event: &mut (dyn FnMut(Event<'_>) + Send)) -> Result<FinetuneReport> {
+        let comm = rendezvous(launch, &self.agreement(), self.config.rendezvous)?;
+        let group = EpGroup::new(CommHandle::new(comm));
+        let guard = AbortOnPanic(group.clone());
+        let silent = &mut |_: Event<'_>| {};
+        let on_event: &mut (dyn FnMut(Event<'_>) + Send) = if launch.rank == 0 { on_event } else { silent };
+        let result = self.rank(Some(group.clone()), interrupt, on_event).and_then(|report| {
+            if launch.rank == 0 {
+                self.publish(&report)?;
+            }
+            // Nobody leaves before the output is complete: a launcher may end the job with its first process.
+            group.comm().get().barrier()?;
+            Ok(report)
+        });
+        result.inspect_err(|error| guard.0.comm().get().abort(&error.to_string()))
+    }
+
+    /// What must be equal on all processes: everything that decides which operations they call and on what.
+    fn agreement(&self) -> Agreement {
+        let config = &self.config;
+        let setting = |name: &str, value: String| (name.to_string(), value);
+        vec![
+            setting("backend", burn_moe::backend::NAME.into()),
+            setting("model", config.model.display().to_string()),
+            setting("output", config.output.display().to_string()),
+            setting("resumed checkpoint", format!("{:?}", self.resumed)),
+            setting("data", self.data.report().to_string()),
+            setting("batch", config.batch.to_string()),
+            setting("seq", config.seq.to_string()),
+            setting("layout", format!("{:?}", config.layout)),
+            setting("too_long", format!("{:?}", config.too_long)),
+            setting("seed", config.seed.to_string()),
+            setting("save_every", format!("{:?}", config.save_every)),
+            setting("overwrite", config.overwrite.to_string()),
+            setting("question", format!("{:?}", config.question)),
+            setting("max_new_tokens", config.max_new_tokens.to_string()),
+            setting("trainer", format!("{:?}", config.trainer)),
+        ]
     }
 
     fn ranks(&self, ranks: usize, interrupt: &Interrupt, on_event: &mut (dyn FnMut(Event<'_>) + Send)) -> Result<FinetuneReport> {
