@@ -18,7 +18,7 @@ pub fn inject_gradient<B: MoeBackend, const D: usize>(y: Tensor<B, D>, grad: Ten
         "grad",
         grad.dtype() == dtype,
         format!("{:?}", grad.dtype()),
-        &format!("{dtype:?}, the dtype of y"),
+        format!("{dtype:?}, the dtype of y"),
     )?;
     Ok(check::tensor(B::inject_gradient(check::float(y), check::float(grad))))
 }

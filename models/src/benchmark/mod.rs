@@ -178,7 +178,7 @@ pub fn run(config: &BenchmarkConfig, progress: &mut dyn FnMut(&str)) -> Result<B
     let start = Instant::now();
     let (model, loading) = model(config, &device, progress)?;
     let auto_config = model.config();
-    let mut trainer = Trainer::<Train, Model>::new(model, config.trainer(), device.clone(), None)?;
+    let mut trainer = Trainer::<Train, Model>::new(model, config.trainer(), Device::default(), None)?;
     sync(&device)?;
     let ready_seconds = start.elapsed().as_secs_f64();
     let batches = batches(config, auto_config.vocab_size())?;

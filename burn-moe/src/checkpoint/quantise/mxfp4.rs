@@ -171,7 +171,7 @@ mod tests {
         for scale in 0..=252u8 {
             for largest in 1..8u8 {
                 let packed: [u8; PACKED] = std::array::from_fn(|i| {
-                    let pick = |n: usize| (n * 7 + usize::from(scale)) as u8 % (largest + 1) | ((n as u8 & 1) << 3);
+                    let pick = |n: usize| ((n * 7 + usize::from(scale)) as u8 % (largest + 1)) | ((n as u8 & 1) << 3);
                     pick(2 * i) | pick(2 * i + 1) << 4
                 });
                 let values = decoded(&packed, scale);
