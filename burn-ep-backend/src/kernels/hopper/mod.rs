@@ -29,7 +29,8 @@ pub fn is_hopper(tensor: &CudaTensor) -> bool {
     })
 }
 
-fn compute_capability(ordinal: i32) -> Option<(i32, i32)> {
+/// Major and minor number of the device; None if the driver does not say.
+pub(super) fn compute_capability(ordinal: i32) -> Option<(i32, i32)> {
     use cudarc::driver::{result::device, sys::CUdevice_attribute as Attribute};
     let device = device::get(ordinal).ok()?;
     // SAFETY: `device` was returned by the driver just now; the calls only read properties.

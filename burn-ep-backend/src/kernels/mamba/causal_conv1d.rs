@@ -6,7 +6,7 @@
 use burn_backend::{Backend, DType, TensorMetadata, tensor::IntTensor};
 
 use super::super::raw::{CudaTensor, RawKernel, dense, empty, multiprocessors};
-use super::{Tokens, int_type, kernel};
+use super::{Tokens, int_type, kernel, lacks_bf16};
 
 const SOURCE: &str = include_str!("../../../kernels/mamba/causal_conv1d.cu");
 const UNITS: usize = 128;
@@ -83,8 +83,12 @@ pub fn refusal<'a>(
         return Some("more taps than fit in registers");
     }
     let known = |tensor: &CudaTensor| matches!(tensor.dtype, DType::F32 | DType::BF16);
-    if !known(x_bsc) || !known(weight_ck) || !floats.into_iter().all(known) {
+    let floats: Vec<_> = floats.into_iter().chain([x_bsc, weight_ck]).collect();
+    if !floats.iter().all(|tensor| known(tensor)) {
         return Some("a tensor is neither fp32 nor bf16");
+    }
+    if lacks_bf16(floats) {
+        return Some("bf16 on a device before compute capability 8.0");
     }
     if doc_start_bs.is_some_and(|doc| int_type(doc.dtype).is_none()) {
         return Some("document starts are neither 32 nor 64-bit integers");

@@ -66,6 +66,18 @@ impl Tokens {
     }
 }
 
+/// Whether the device lacks bf16 conversions and products, which some of `tensors` need.
+fn lacks_bf16<'a>(tensors: impl IntoIterator<Item = &'a CudaTensor>) -> bool {
+    static FOUND: OnceLock<bool> = OnceLock::new();
+    let has = |tensor: &CudaTensor| {
+        *FOUND.get_or_init(|| {
+            let capability = super::hopper::compute_capability(tensor.device.index as i32);
+            capability.is_some_and(|(major, _)| major >= 8)
+        })
+    };
+    tensors.into_iter().any(|tensor| tensor.dtype == DType::BF16 && !has(tensor))
+}
+
 /// Type of the document starts in CUDA C++.
 fn int_type(dtype: DType) -> Option<&'static str> {
     match dtype {

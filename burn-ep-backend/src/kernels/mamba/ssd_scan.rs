@@ -11,7 +11,7 @@ use cubecl::server::Handle;
 
 use super::super::cube::{column_sums::column_sums, fits, launch::dense_f32};
 use super::super::raw::{CudaTensor, RawKernel, dense, empty, multiprocessors};
-use super::{Tokens, int_type, kernel};
+use super::{Tokens, int_type, kernel, lacks_bf16};
 use crate::backend::{SsdGrads, SsdOutPrim, SsdPrim};
 use crate::desc::SsdDesc;
 
@@ -134,6 +134,9 @@ where
     let [_, _, groups, state_size] = b.shape().dims::<4>();
     if !fits([x, dt, a_log, b, c, d, dt_bias].into_iter().chain(initial_state)) {
         return Some("a tensor is neither fp32, fp16 nor bf16");
+    }
+    if lacks_bf16([x, dt, b, c]) {
+        return Some("bf16 on a device before compute capability 8.0");
     }
     if doc_start_bs.as_ref().is_some_and(|doc| int_type(doc.dtype).is_none()) {
         return Some("document starts are neither 32 nor 64-bit integers");
