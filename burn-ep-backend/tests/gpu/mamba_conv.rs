@@ -36,8 +36,8 @@ const PLAIN: Conv = Conv {
     sliced: false,
 };
 
-/// Every option on and off, fewer tokens than taps, odd channels, several runs of tokens, a slice of a wider projection, more
-/// taps than the kernel takes.
+/// Every option on and off, fewer tokens than taps, odd channels, several runs of tokens, a slice of a wider projection, many
+/// taps.
 fn conv_cases() -> Vec<Conv> {
     vec![
         PLAIN,

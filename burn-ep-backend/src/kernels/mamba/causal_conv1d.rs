@@ -11,7 +11,7 @@ use super::{Tokens, int_type, kernel, lacks_bf16};
 const SOURCE: &str = include_str!("../../../kernels/mamba/causal_conv1d.cu");
 const UNITS: usize = 128;
 /// Taps whose weights, rows and sums fit in registers.
-const MAX_TAPS: usize = 8;
+const MAX_TAPS: usize = 16;
 /// Tokens that a thread walks over at least; the rows around them are read twice.
 const MIN_RUN: usize = 32;
 
@@ -114,7 +114,11 @@ struct Layout {
 impl Layout {
     fn new(x_bsc: &CudaTensor, weight_ck: &CudaTensor) -> Self {
         let ([batch, seq, channels], [_, taps]) = (x_bsc.shape().dims::<3>(), weight_ck.shape().dims::<2>());
-        let widest = if taps > 4 { 2 } else { 4 };
+        let widest = match taps {
+            ..=4 => 4,
+            ..=8 => 2,
+            _ => 1,
+        };
         let vector = [widest, 2, 1].into_iter().find(|v| channels.is_multiple_of(*v)).unwrap_or(1);
         // about a thousand threads for each multiprocessor
         let wanted = multiprocessors(&x_bsc.client) as usize * 1024;
@@ -252,7 +256,7 @@ pub fn variants() -> Vec<RawKernel> {
         (DType::BF16, DType::F32, false),
         (DType::F32, DType::BF16, true),
     ] {
-        for (taps, vector) in [(1, 1), (4, 4), (8, 2)] {
+        for (taps, vector) in [(1, 1), (4, 4), (8, 2), (16, 1)] {
             let config = Config {
                 x,
                 weight: other,
