@@ -69,8 +69,8 @@ fn float_type(dtype: DType) -> &'static str {
 
 /// Why the reference runs instead of these kernels. `floats`: weight, bias, history, gradient.
 pub fn refusal<'a>(
-    x_bsc: &CudaTensor,
-    weight_ck: &CudaTensor,
+    x_bsc: &'a CudaTensor,
+    weight_ck: &'a CudaTensor,
     floats: impl IntoIterator<Item = &'a CudaTensor>,
     doc_start_bs: Option<&CudaTensor>,
 ) -> Option<&'static str> {
