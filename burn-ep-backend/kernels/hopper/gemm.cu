@@ -181,34 +181,18 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
         #pragma unroll
         for (int i = 0; i < 4; ++i) { const int r = kx + BK + r0 + 16 * i; nxt[i] = r < t.k1 ? __ldg(slots + r) / top_k : -1; }
         bar_wait(empty + 8 * s, ph ^ 1);
-#if GATHER == 1
         if (threadIdx.x == 0) {
           bar_expect(bar, A_BYTES);
           load_a<false>(sa, &map_a, bar, t, kx, 0); load_a<false>(sa, &map_a, bar, t, kx, 1);
         }
-        const unsigned short* const from = b;
-        const u32 to = sb + dst0;
-        const int col = t.col0 + chunk * 8, cols = n, blocks = BN / 64;
-#else
-        if (threadIdx.x == 0) {
-          bar_expect(bar, B_BYTES);
-#if CLUSTER == 2
-          if (!t.share_a) load_b<true>(sb, &map_b, bar, t, kx, rank, n);
-          else
-#endif
-          { load_b<false>(sb, &map_b, bar, t, kx, 0, n); load_b<false>(sb, &map_b, bar, t, kx, 1, n); }
-        }
-        const unsigned short* const from = a;
-        const u32 to = sa + dst0;
-        const int col = t.m0 + chunk * 8, cols = (int)info.m, blocks = BM / 64;
-#endif
+        const int col = t.col0 + chunk * 8;
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const unsigned short* p = from + (u64)(src[i] < 0 ? 0 : src[i]) * info.ld + col;
+          const unsigned short* p = b + (u64)(src[i] < 0 ? 0 : src[i]) * info.ld + col;
           #pragma unroll
-          for (int j = 0; j < blocks; ++j) {
-            const u32 bytes = (src[i] >= 0 && col + j * 64 < cols) ? 16 : 0;   // 0: the destination is zero-filled
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(to + i * 2048 + j * 8192), "l"(bytes ? p + j * 64 : from), "r"(bytes) : "memory");
+          for (int j = 0; j < BN / 64; ++j) {
+            const u32 bytes = (src[i] >= 0 && col + j * 64 < n) ? 16 : 0;   // 0: the destination is zero-filled
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(sb + dst0 + i * 2048 + j * 8192), "l"(bytes ? p + j * 64 : b), "r"(bytes) : "memory");
           }
           src[i] = nxt[i];
         }

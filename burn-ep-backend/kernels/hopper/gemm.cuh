@@ -4,10 +4,10 @@
 //   WGRAD 0, B_MN 1 : D[r, N]    = A[r, K] * B[e, K, N]                       input gradient (weights as stored)
 //   WGRAD 1         : D[e, M, N] = sum over rows r of group e of A[r, M]^T * B[r, N]   weight gradient
 // Dense products are the case of one group. No header is needed; compile with NVRTC for sm_90a, defines in front:
-//   WGRAD B_MN 0|1   GATHER 0..2   BN 128|192|256   STAGES   CLUSTER 1|2   OUT_BUFS 1|2   F32 0|1   ACC 0|1   EPI 0..6
+//   WGRAD B_MN GATHER 0|1   BN 128|192|256   STAGES   CLUSTER 1|2   OUT_BUFS 1|2   F32 0|1   ACC 0|1   EPI 0..6
 //   BIAS 0|1   WEIGHTED 0|1   DYN 0|1   SPREAD 1..   PROFILE 0|1   ENTRY
-//   GATHER: row r of an operand is slots[r] / top_k of the given matrix. 1: of A (WGRAD 0), of B (WGRAD 1, then CLUSTER
-//           must be 1). 2: of A with WGRAD 1
+//   GATHER: row r of the token operand is row slots[r] / top_k of the given matrix (WGRAD 0: A, WGRAD 1: B, then CLUSTER
+//           must be 1)
 //   F32   : D is fp32 (BN <= 192: the finished tile waits in registers), else bf16
 //   ACC   : D += result (every element of D is touched by one block; empty groups of WGRAD are left alone)
 //   EPI   : fused activation of the experts and its backward, see gemm_experts.cuh. OUT_BUFS 2

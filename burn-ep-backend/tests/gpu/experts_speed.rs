@@ -221,7 +221,7 @@ fn fused(
     activation: ExpertActivation,
     [up_flop, down_flop]: [f64; 2],
 ) {
-    use burn_ep_backend::kernels::hopper::{experts as kernels, gemm};
+    use burn_ep_backend::kernels::hopper::experts as kernels;
     if !kernels::supports(x, order, experts) {
         return;
     }
@@ -232,18 +232,10 @@ fn fused(
         kernels::up(x, weight, bias, slots, offsets, top_k, activation)
     };
     line("fused gather, up, activation", up_flop, &mut || drop(up()));
-    let [up_rf, act] = up();
+    let [up_rf, _] = up();
     let grad_act = || {
         let (down, weights) = (experts.down.clone(), Some(weights.clone()));
         kernels::activation_backward(x, down, up_rf.clone(), weights, slots, offsets, top_k, activation)
     };
     line("fused gather, grad down, activation backward", down_flop, &mut || drop(grad_act()));
-    line("gathered gradient of down weight", down_flop, &mut || {
-        drop(gemm::grad_weight(
-            x.clone(),
-            act.clone(),
-            offsets.clone(),
-            Some((slots.clone(), top_k)),
-        ))
-    });
 }

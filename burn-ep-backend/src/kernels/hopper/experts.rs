@@ -2,8 +2,8 @@
 //! behind the products (`kernels/hopper/gemm_experts.cuh`).
 //!
 //! Transient memory in bytes for R rows, beside the result: forward `2 R (F + D)` (activation and down product), backward
-//! `2 R (F_up + max(F, D))` with `F_up = F * up_factor` (gradient of the up product, then weighted activation, permuted input
-//! or input gradient, one after the other) and the weight gradients.
+//! `2 R (F_up + F + D)` with `F_up = F * up_factor` (gradient of the up product, weighted activation, and one after the other
+//! permuted gradient, permuted input, input gradient) and the weight gradients.
 
 use burn_backend::{DType, TensorMetadata};
 use burn_cubecl::kernel::cast;
@@ -11,8 +11,8 @@ use cubecl::server::TensorMapBinding;
 
 use super::super::cube::launch::{dense_f32, matrix_dims};
 use super::super::cube::{expert_mlp as portable, permute};
-use super::super::raw::{self, CudaTensor, MapElem, RawKernel, dense, dense_map};
-use super::gemm::{self, Config, Gather, Product, Sizes};
+use super::super::raw::{self, CudaTensor, MapElem, RawKernel, dense, dense_map, mappable};
+use super::gemm::{self, Config, Product, Sizes};
 use super::queue_counter;
 use crate::MoeBackend;
 use crate::backend::{ExpertMlpGrads, ExpertMlpPrim, ExpertOrderPrim, ExpertWeightsPrim};
@@ -51,7 +51,7 @@ fn forward_config(activation: ExpertActivation, n: usize, bias: bool) -> Config 
     Config {
         // gate and up of a column must lie in one tile, in pairs of 64 columns
         bn: if activation == ExpertActivation::Relu2 { config.bn } else { 256 },
-        gather: Gather::Left,
+        gather: true,
         epilogue: Epilogue::of(activation).forward,
         bias,
         ..config
@@ -61,7 +61,7 @@ fn forward_config(activation: ExpertActivation, n: usize, bias: bool) -> Config 
 /// Gradient of the activation and its backward, fused.
 fn backward_config(activation: ExpertActivation, f: usize, weighted: bool) -> Config {
     Config {
-        gather: Gather::Left,
+        gather: true,
         epilogue: Epilogue::of(activation).backward,
         weighted,
         ..Config::new(Product::GradRows, f)
@@ -92,7 +92,7 @@ pub fn up(
     top_k: usize,
     activation: ExpertActivation,
 ) -> [CudaTensor; 2] {
-    let weight = dense(weight);
+    let weight = mappable(weight);
     let [t, d] = matrix_dims(x);
     let [groups, f_up, _] = weight.shape().dims::<3>();
     let [r] = slots.shape().dims::<1>();
@@ -146,7 +146,7 @@ pub fn activation_backward(
     top_k: usize,
     activation: ExpertActivation,
 ) -> ActivationGrads {
-    let (down, up) = (dense(down), dense(up));
+    let (down, up) = (mappable(down), dense(up));
     let [t, d] = matrix_dims(grad);
     let [groups, _, f] = down.shape().dims::<3>();
     let [r, f_up] = matrix_dims(&up);
@@ -254,7 +254,8 @@ where
         .up_bias
         .as_ref()
         .map(|bias| portable::sum_rows(grads.up.clone(), &rows, bias.dtype));
-    let down = gemm::grad_weight(grad, grads.weighted_act, offsets.clone(), Some((slots.clone(), top_k)));
+    let rows = permute::permute(grad, slots.clone(), top_k);
+    let down = gemm::grouped_grad_weight(rows, grads.weighted_act, offsets.clone());
     let rows = permute::permute(x, slots, top_k);
     let up = gemm::grouped_grad_weight(grads.up.clone(), rows, offsets.clone());
     let grad_rows = gemm::grouped(Product::GradRows, grads.up, experts.up.clone(), offsets);
@@ -278,13 +279,6 @@ pub fn variants() -> Vec<RawKernel> {
             kernels.push(backward_config(activation, width, flag).kernel(8));
             kernels.push(forward_config(activation, width, flag).kernel(8));
         }
-    }
-    for width in [2048, 2880] {
-        let gathered = Config {
-            gather: Gather::Left,
-            ..Config::new(Product::GradWeight, width)
-        };
-        kernels.push(gathered.kernel(8));
     }
     kernels
 }
