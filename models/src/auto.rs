@@ -13,6 +13,7 @@ use crate::deepseek_v3::DeepseekV3;
 use crate::dense::DenseDecoder;
 use crate::family::Capabilities;
 use crate::glm4_moe::Glm4Moe;
+use crate::gpt_oss::GptOss;
 use crate::nemotron_h::NemotronH;
 use crate::registry::AutoConfig;
 use crate::sparse::SparseDecoder;
@@ -108,6 +109,7 @@ macro_rules! families {
 }
 
 families! {
+    GptOss(GptOss),
     NemotronH(NemotronH),
     Sparse(SparseDecoder),
     Dense(DenseDecoder),
@@ -235,6 +237,9 @@ mod tests {
     const GLM: &str = r#"{"model_type": "glm4_moe", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
         "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "n_routed_experts": 5, "num_experts_per_tok": 2,
         "moe_intermediate_size": 7, "intermediate_size": 9, "n_shared_experts": 2"#;
+    const GPT: &str = r#"{"model_type": "gpt_oss", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_local_experts": 5, "num_experts_per_tok": 2,
+        "intermediate_size": 7"#;
 
     #[test]
     fn counts_from_the_config_are_those_of_the_module() {
@@ -259,6 +264,8 @@ mod tests {
             format!(r#"{{"model_type": "qwen2", {DENSE}, "tie_word_embeddings": true}}"#),
             format!(r#"{{"model_type": "qwen3", {DENSE}, "attention_bias": true}}"#),
             format!(r#"{{"model_type": "mistral", {DENSE}}}"#),
+            format!("{GPT}}}"),
+            format!(r#"{GPT}, "attention_bias": false, "tie_word_embeddings": true}}"#),
         ] {
             let (config, shapes) = shapes(&text);
             let real: usize = shapes.iter().map(|(_, shape)| shape.iter().product::<usize>()).sum();
@@ -335,6 +342,22 @@ mod tests {
             ("layers.1.mlp.gate.e_score_correction_bias", &[5]),
             ("layers.1.mlp.experts.gate_up_proj", &[5, 14, 12]),
             ("layers.1.mlp.shared_experts.down_proj.weight", &[12, 14]),
+        ] {
+            assert_eq!(shape(name), Some(expected), "{name}");
+        }
+        let (_, found) = shapes(&format!("{GPT}}}"));
+        let shape = |name: &str| found.iter().find(|(n, _)| n == name).map(|(_, s)| s.as_slice());
+        for (name, expected) in [
+            ("layers.0.self_attn.sinks", &[4][..]),
+            ("layers.0.self_attn.o_proj.bias", &[12]),
+            ("layers.2.mlp.router.weight", &[5, 12]),
+            ("layers.2.mlp.router.bias", &[5]),
+            // In memory `[out, in]`; the files have `[in, out]`.
+            ("layers.2.mlp.experts.gate_up_proj", &[5, 14, 12]),
+            ("layers.2.mlp.experts.gate_up_proj_bias", &[5, 14]),
+            ("layers.2.mlp.experts.down_proj", &[5, 12, 7]),
+            ("layers.2.mlp.experts.down_proj_bias", &[5, 12]),
+            ("lm_head.weight", &[40, 12]),
         ] {
             assert_eq!(shape(name), Some(expected), "{name}");
         }

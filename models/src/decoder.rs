@@ -186,6 +186,7 @@ impl DecoderConfig {
                 QkNormKind::Full => QkNorm::Full { eps },
             },
             clip_qkv: self.clip_qkv,
+            sinks: false,
             window: self.sliding_window.filter(|_| self.slides[layer]),
             rotary: true,
             init,

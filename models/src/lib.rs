@@ -1,4 +1,4 @@
-//! Model families for `burn-moe`: Nemotron-H (Nemotron 3), Qwen3-MoE and its relatives, DeepSeek (V2, V3, Kimi K2,
+//! Model families for `burn-moe`: Nemotron-H (Nemotron 3), Qwen3-MoE and its relatives, GPT-OSS, DeepSeek (V2, V3, Kimi K2,
 //! Moonlight), GLM-4-MoE, dense decoders.
 //!
 //! [`AutoModelForCausalLm::from_pretrained`] reads a Hugging Face folder of any known family. Each family is a folder of the
@@ -14,6 +14,7 @@ pub mod dense;
 mod family;
 pub mod finetune;
 pub mod glm4_moe;
+pub mod gpt_oss;
 mod json;
 pub mod nemotron_h;
 mod pretrained;

@@ -225,6 +225,9 @@ mod tests {
         "num_attention_heads": 2, "num_key_value_heads": 1, "num_local_experts": 3, "intermediate_size": 6}"#;
     const LLAMA: &str = r#"{"model_type": "llama", "vocab_size": 20, "hidden_size": 8, "num_hidden_layers": 1,
         "num_attention_heads": 2, "intermediate_size": 6, "torch_dtype": "bfloat16", "rope_theta": 500.0}"#;
+    const GPT: &str = r#"{"model_type": "gpt_oss", "vocab_size": 20, "hidden_size": 32, "num_hidden_layers": 1,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "num_local_experts": 3, "num_experts_per_tok": 2,
+        "intermediate_size": 32}"#;
 
     fn build(text: &str, dtype: FloatDType) -> Model {
         let config = AutoConfig::from_text(text).unwrap();
@@ -266,6 +269,7 @@ mod tests {
             (QWEN, "model.layers.0.mlp.experts.2.gate_proj.weight"),
             (MIXTRAL, "model.layers.0.block_sparse_moe.experts.2.w3.weight"),
             (LLAMA, "model.layers.0.mlp.gate_proj.weight"),
+            (GPT, "model.layers.0.mlp.experts.gate_up_proj"),
         ] {
             for dtype in [FloatDType::F32, FloatDType::BF16] {
                 let dir = tempfile::tempdir().unwrap();

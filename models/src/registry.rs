@@ -11,6 +11,7 @@ use crate::deepseek_v3::DeepseekV3Config;
 use crate::dense::DenseConfig;
 use crate::family::{Capabilities, FamilyConfig};
 use crate::glm4_moe::Glm4MoeConfig;
+use crate::gpt_oss::GptOssConfig;
 use crate::json::{CommonConfig, Fields};
 use crate::nemotron_h::NemotronHConfig;
 use crate::sparse::SparseConfig;
@@ -55,6 +56,7 @@ macro_rules! families {
 }
 
 families! {
+    GptOss(GptOssConfig),
     NemotronH(NemotronHConfig),
     Sparse(SparseConfig),
     Dense(DenseConfig),
@@ -318,6 +320,12 @@ mod tests {
             r#"{"model_type": "qwen2", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3, "num_attention_heads": 3,
                 "num_key_value_heads": 1, "head_dim": null, "intermediate_size": 7, "max_window_layers": 1,
                 "use_sliding_window": true, "sliding_window": 4, "tie_word_embeddings": true, "max_position_embeddings": 64}"#,
+            r#"{"model_type": "gpt_oss", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 2,
+                "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_local_experts": 4,
+                "num_experts_per_tok": 2, "intermediate_size": 7, "sliding_window": 5, "swiglu_limit": 7.0,
+                "layer_types": ["sliding_attention", "full_attention"], "pad_token_id": 3,
+                "quantization_config": {"quant_method": "mxfp4"},
+                "rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": false}}"#,
         ];
         #[rustfmt::skip]
         let strange = [
@@ -331,7 +339,7 @@ mod tests {
 
         let mut rng = StdRng::seed_from_u64(0);
         let (mut refused, mut accepted) = (0, 0);
-        for round in 0..15_000 {
+        for round in 0..18_000 {
             let original = ConfigJson::parse("config.json", texts[round % texts.len()].into()).unwrap();
             let mut fields = original.fields().clone();
             for _ in 0..rng.random_range(1..4) {

@@ -5,6 +5,7 @@ mod backbone_names;
 mod expert_counts;
 mod expert_layer;
 mod fused_adamw;
+mod mxfp4;
 mod packed_documents;
 mod relu2_experts;
 mod repeated_rows;

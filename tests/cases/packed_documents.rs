@@ -55,6 +55,7 @@ fn the_second_document_does_not_notice_the_first() {
         tiny::LLAMA.to_string(),
         tiny::QWEN2.to_string(),
         tiny::GLM4_MOE.to_string(),
+        tiny::GPT_OSS.to_string(),
     ] {
         let config = AutoConfig::from_text(text.clone()).unwrap();
         let (logits, grads) = packed(&config, A[4]);

@@ -191,6 +191,7 @@ fn damaged_family_configs_are_errors() {
         "deepseek_v3/yarn",
         "deepseek_v2/base",
         "glm4_moe/yarn",
+        "gpt_oss/mxfp4_square_down",
     ] {
         let fixture = fixture::root().join(case);
         let text = std::fs::read_to_string(fixture.join("config.json")).unwrap();

@@ -86,6 +86,15 @@ const OLMOE: &str = r#"{
     "intermediate_size": 12, "output_router_logits": true, "router_aux_loss_coef": 0.05, "initializer_range": 0.15
 }"#;
 
+/// Biases in every part, sinks and a window.
+const GPT_OSS: &str = r#"{
+    "model_type": "gpt_oss", "architectures": ["GptOssForCausalLM"], "dtype": "float32",
+    "num_hidden_layers": 2, "vocab_size": 64, "hidden_size": 16, "intermediate_size": 12, "head_dim": 8,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 3, "max_position_embeddings": 64,
+    "num_local_experts": 8, "num_experts_per_tok": 2, "output_router_logits": true, "router_aux_loss_coef": 0.05,
+    "rms_norm_eps": 1e-5, "tie_word_embeddings": false, "initializer_range": 0.15
+}"#;
+
 /// The models with their names.
 const MODELS: &[(&str, &str)] = &[
     ("nemotron_h", NEMOTRON),
@@ -94,6 +103,7 @@ const MODELS: &[(&str, &str)] = &[
     ("mixtral", MIXTRAL),
     ("olmoe", OLMOE),
     ("deepseek_v3", DEEPSEEK),
+    ("gpt_oss", GPT_OSS),
 ];
 
 /// Runs `f` on `world` ranks at once; results in rank order. A rank that fails ends the others within seconds.

@@ -196,3 +196,83 @@ fn the_trainer_gives_the_same_run_for_every_group_size() {
         }
     }
 }
+
+// maxtext#3699. Our exchange moves exactly the rows that the experts need, so no unused row of a buffer can reach a result;
+// here most experts of the second rank get none, and every bias tells whose it is.
+#[test]
+fn biases_of_experts_stay_with_their_rank() {
+    let result = |world: usize| {
+        let ranks = on_ranks(world, |ep| {
+            let device = Device::<Train>::default();
+            let model = number_biases(model(GPT_OSS, &ep), &ep);
+            let settings = StepSettings {
+                ep: Some(ep.clone()),
+                ..StepSettings::new(batch(0, 0..ROWS, &[]).num_label_tokens() as f64)
+            };
+            let mut grads = GradStore::new();
+            let stats =
+                forward_backward::<Train, _>(&model, &batch(0, share(&ep), &[]), &device, &settings, &mut grads, &mut no_hook).unwrap();
+            let mut loss = [stats.cross_entropy_sum.into_data().iter::<f64>().next().unwrap()];
+            ep.comm().get().all_reduce_sum_f64(&mut loss).unwrap();
+            let biases = ParamTable::new(&model)
+                .entries()
+                .to_vec()
+                .into_iter()
+                .filter(|info| info.path.ends_with("proj_bias"));
+            let biases: BTreeMap<String, Vec<f32>> = biases
+                .map(|info| (info.path, grads.remove_flat(info.id).unwrap().0.into_data().to_vec().unwrap()))
+                .collect();
+            (loss[0], biases)
+        });
+        let biases: Vec<_> = ranks.iter().map(|(_, biases)| biases.clone()).collect();
+        (ranks[0].0, join(&biases))
+    };
+    let (loss, biases) = result(1);
+    assert!(loss.is_finite() && biases.len() == 4);
+    assert!(biases.values().flatten().all(|g| g.is_finite()));
+    for world in [2, 4] {
+        let (found, found_biases) = result(world);
+        assert!((found / loss - 1.0).abs() < 1e-5, "{world} ranks: loss {found} for {loss}");
+        for (path, expected) in &biases {
+            let error = max_error(&found_biases[path], expected);
+            assert!(error < 1e-5, "{world} ranks: {path}: {error:e}");
+            let unused = expected.iter().zip(&found_biases[path]).filter(|(e, _)| **e == 0.0);
+            assert!(
+                unused.into_iter().all(|(_, f)| *f == 0.0),
+                "{path}: exact zeros where no token went"
+            );
+        }
+    }
+}
+
+/// Fills the biases of every expert with its number among all.
+fn number_biases(model: Model, ep: &EpGroup) -> Model {
+    use burn::module::{Module, ModuleMapper, Param};
+    use burn::tensor::{Tensor, TensorData};
+    use burn_moe::optim::PathStack;
+
+    struct Numbered(PathStack, usize);
+
+    impl ModuleMapper<Train> for Numbered {
+        fn enter_module(&mut self, name: &str, container_type: &str) {
+            self.0.enter(name, container_type);
+        }
+
+        fn exit_module(&mut self, _name: &str, container_type: &str) {
+            self.0.exit(container_type);
+        }
+
+        fn map_float<const D: usize>(&mut self, param: Param<Tensor<Train, D>>) -> Param<Tensor<Train, D>> {
+            if !self.0.path().ends_with("proj_bias") {
+                return param;
+            }
+            let shape = param.dims();
+            let each: usize = shape[1..].iter().product();
+            let values: Vec<f32> = (0..shape[0] * each).map(|i| (self.1 + i / each) as f32).collect();
+            param.map(|t| Tensor::from_data(TensorData::new(values.clone(), shape), &t.device()).require_grad())
+        }
+    }
+
+    let first = ep.local_experts(EXPERTS).unwrap().start;
+    model.map(&mut Numbered(PathStack::default(), first))
+}

@@ -2,6 +2,7 @@
 
 mod decoders;
 mod deepseek;
+mod gpt_oss;
 mod harness;
 mod nemotron_h;
 mod qwen3_moe;

@@ -195,6 +195,7 @@ fn widen(name: &str, dtype: Dtype, data: &[u8]) -> Vec<f32> {
         Dtype::I32 => words(4)
             .map(|b| i32::from_le_bytes(b.try_into().expect("four bytes")) as f32)
             .collect(),
+        Dtype::U8 => data.iter().map(|&b| f32::from(b)).collect(),
         other => panic!("{name}: dtype {other:?} does not occur in fixtures"),
     }
 }

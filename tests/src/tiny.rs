@@ -67,7 +67,7 @@ pub const MISTRAL: &str = r#"{"model_type": "mistral", "vocab_size": 40, "hidden
     "initializer_range": 0.3}"#;
 
 /// Models with four routed experts.
-pub const SPARSE: &[&str] = &[NEMOTRON_H, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, DEEPSEEK_V3, GLM4_MOE];
+pub const SPARSE: &[&str] = &[NEMOTRON_H, QWEN3_MOE, QWEN2_MOE, MIXTRAL, OLMOE, DEEPSEEK_V3, GLM4_MOE, GPT_OSS];
 /// Models without experts.
 pub const DENSE: &[&str] = &[LLAMA, QWEN2, QWEN3, MISTRAL];
 
@@ -76,6 +76,11 @@ pub const GLM4_MOE: &str = r#"{"model_type": "glm4_moe", "vocab_size": 40, "hidd
     "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "attention_bias": true, "n_routed_experts": 4,
     "num_experts_per_tok": 2, "moe_intermediate_size": 7, "intermediate_size": 9, "n_shared_experts": 2,
     "initializer_range": 0.3}"#;
+
+/// Sinks, sliding and full layers, YaRN, biases everywhere.
+pub const GPT_OSS: &str = r#"{"model_type": "gpt_oss", "vocab_size": 40, "hidden_size": 12, "num_hidden_layers": 3,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 6, "num_local_experts": 4, "num_experts_per_tok": 2,
+    "intermediate_size": 7, "sliding_window": 3, "initializer_range": 0.3}"#;
 
 /// A model with the initial values of seed 1.
 pub fn model(config: &AutoConfig) -> AutoModelForCausalLm<Train> {

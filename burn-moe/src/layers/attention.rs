@@ -1,6 +1,6 @@
 //! Grouped-query attention.
 
-use burn::module::Module;
+use burn::module::{Module, Param};
 use burn::tensor::Tensor;
 use burn_ep_backend::{AttentionDesc, MoeBackend, RopeLayout, ops};
 
@@ -40,6 +40,8 @@ pub struct AttentionConfig {
     pub qk_norm: QkNorm,
     /// Limit queries, keys and values to `[-c, c]` before the rotation (OLMoE).
     pub clip_qkv: Option<f64>,
+    /// A learned logit per query head that takes part in the softmax and has no value (GPT-OSS).
+    pub sinks: bool,
     /// Keys `j > i - window` are visible.
     pub window: Option<usize>,
     /// Rotate queries and keys by the tables of the batch; without, the layer knows no positions (Nemotron-H).
@@ -63,6 +65,8 @@ pub struct Attention<B: MoeBackend> {
     pub q_norm: Option<RmsNorm<B>>,
     /// `[P]`, or `[Hkv*P]`.
     pub k_norm: Option<RmsNorm<B>>,
+    /// `[H]`.
+    pub sinks: Option<Param<Tensor<B, 1>>>,
     heads: usize,
     kv_heads: usize,
     head_dim: usize,
@@ -84,6 +88,7 @@ impl<B: MoeBackend> Attention<B> {
             o_bias,
             qk_norm,
             clip_qkv,
+            sinks,
             window,
             rotary,
             init,
@@ -101,6 +106,7 @@ impl<B: MoeBackend> Attention<B> {
             o_proj: Linear::new(&pb.at("o_proj"), q_width, hidden, o_bias, init),
             q_norm: norm("q_norm", q_width),
             k_norm: norm("k_norm", kv_width),
+            sinks: sinks.then(|| pb.param("sinks", [heads], init)),
             heads,
             kv_heads,
             head_dim,
@@ -132,7 +138,8 @@ impl<B: MoeBackend> Attention<B> {
         if let Some(cache) = cache {
             (k_bshp, v_bshp) = extend_cache(cache, k_bshp, v_bshp, input)?;
         }
-        let out_bshp = ops::attention(q_bshp, k_bshp, v_bshp, None, &input.mask, &self.desc)?.out_bshd;
+        let sink_h = self.sinks.as_ref().map(Param::val);
+        let out_bshp = ops::attention(q_bshp, k_bshp, v_bshp, sink_h, &input.mask, &self.desc)?.out_bshd;
         self.o_proj.forward(out_bshp.reshape([b, s, self.heads * self.head_dim]))
     }
 

@@ -27,6 +27,13 @@ impl<B: MoeBackend> RmsNorm<B> {
         }
     }
 
+    /// The same layer with another rounding.
+    #[must_use]
+    pub fn with_rounding(mut self, rounding: NormRounding) -> Self {
+        self.desc.rounding = rounding;
+        self
+    }
+
     /// `[.., D]` to `[.., D]`.
     pub fn forward<const R: usize>(&self, x: Tensor<B, R>) -> Result<Tensor<B, R>> {
         Ok(ops::rms_norm(x, self.weight.val(), &self.desc)?)

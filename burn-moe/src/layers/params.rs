@@ -82,6 +82,11 @@ impl<B: MoeBackend> ParamBuilder<B> {
         self.lazy(name, [local.len(), rows, cols], local.start * rows * cols, init, self.dtype, true)
     }
 
+    /// A trainable stack of biases, 0 at first, of which this rank holds the experts `local`: `[local.len(), rows]`.
+    pub fn expert_bias(&self, name: &str, local: Range<usize>, rows: usize) -> Param<Tensor<B, 2>> {
+        self.lazy(name, [local.len(), rows], local.start * rows, Init::Zeros, self.dtype, true)
+    }
+
     /// An fp32 tensor that is saved but not trained.
     pub fn buffer<const R: usize>(&self, name: &str, shape: [usize; R], init: Init) -> Param<Tensor<B, R>> {
         self.lazy(name, shape, 0, init, FloatDType::F32, false)

@@ -27,8 +27,11 @@ pub struct RouterConfig {
     /// Counts, score function, groups.
     pub desc: RouterDesc,
     pub precision: RouterPrecision,
+    /// Add a trained bias to the logits (GPT-OSS).
+    pub bias: bool,
     /// Hold a correction bias that shifts the choice only.
     pub selection_bias: bool,
+    /// Of the weight and, unlike other layers, of the bias.
     pub init: Init,
 }
 
@@ -37,6 +40,8 @@ pub struct RouterConfig {
 pub struct Router<B: MoeBackend> {
     /// `[E, D]`.
     pub weight: Param<Tensor<B, 2>>,
+    /// `[E]`, added to the logits.
+    pub bias: Option<Param<Tensor<B, 1>>>,
     /// `[E]`, fp32, moved by load statistics instead of gradients.
     pub e_score_correction_bias: Option<Param<Tensor<B, 1>>>,
     desc: RouterDesc,
@@ -50,6 +55,7 @@ impl<B: MoeBackend> Router<B> {
         let experts = config.desc.num_experts;
         Ok(Self {
             weight: pb.param("weight", [experts, config.hidden], config.init),
+            bias: config.bias.then(|| pb.param("bias", [experts], config.init)),
             e_score_correction_bias: config
                 .selection_bias
                 .then(|| pb.buffer("e_score_correction_bias", [experts], Init::Zeros)),
@@ -71,10 +77,14 @@ impl<B: MoeBackend> Router<B> {
         force_balanced: bool,
     ) -> Result<(ops::Route<B>, Tensor<B, 2>)> {
         let dtype = h_td.dtype();
-        let logits_te = match self.precision {
+        let mut logits_te = match self.precision {
             RouterPrecision::Model | RouterPrecision::ModelLogits => linear(h_td, self.weight.val())?,
             RouterPrecision::Fp32 => linear(as_dtype(h_td, DType::F32), self.weight.val())?,
         };
+        if let Some(bias) = &self.bias {
+            let bias_1e = as_dtype(bias.val(), logits_te.dtype()).unsqueeze::<2>();
+            logits_te = logits_te + bias_1e;
+        }
         let desc = RouterDesc {
             force_balanced: force_balanced || self.desc.force_balanced,
             ..self.desc.clone()

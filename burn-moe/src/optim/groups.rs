@@ -29,8 +29,9 @@ pub struct ParamGroup {
 }
 
 impl ParamGroup {
-    /// Norm weights, biases and the per-head constants of Mamba-2: commonly exempt from weight decay.
-    pub const NORMS_AND_BIASES: &str = r"norm|bias$|(^|\.)(A_log|D)$";
+    /// Norm weights, biases, the per-head constants of Mamba-2 and the attention sinks of GPT-OSS: commonly exempt from weight
+    /// decay.
+    pub const NORMS_AND_BIASES: &str = r"norm|bias$|(^|\.)(A_log|D|sinks)$";
     /// Router weight and biases, under every name the model families use.
     pub const ROUTER: &str = r"(^|\.)(gate|router)\.(weight|bias|e_score_correction_bias)$";
 

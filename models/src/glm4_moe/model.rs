@@ -166,6 +166,7 @@ fn attention(config: &Glm4MoeConfig) -> AttentionConfig {
             QkNorm::None
         },
         clip_qkv: None,
+        sinks: false,
         window: None,
         rotary: true,
         init: config.matrix_init(),
@@ -189,6 +190,7 @@ fn moe(config: &Glm4MoeConfig) -> MoeConfig {
             hidden: config.hidden_size,
             desc: config.router.clone(),
             precision: RouterPrecision::Fp32,
+            bias: false,
             selection_bias: true,
             init: config.matrix_init(),
         },
@@ -197,6 +199,7 @@ fn moe(config: &Glm4MoeConfig) -> MoeConfig {
             width: config.hidden_size,
             inner: config.moe_intermediate_size,
             activation: ExpertActivation::SwiGlu,
+            bias: false,
             init: config.matrix_init(),
         },
         shared: (shared > 0).then(|| dense(config, shared)),

@@ -185,6 +185,7 @@ fn moe(config: &SparseConfig) -> MoeConfig {
             } else {
                 RouterPrecision::Model
             },
+            bias: false,
             selection_bias: false,
             init: config.matrix_init(),
         },
@@ -193,6 +194,7 @@ fn moe(config: &SparseConfig) -> MoeConfig {
             width: config.decoder.hidden_size,
             inner: config.moe_intermediate_size,
             activation: ExpertActivation::SwiGlu,
+            bias: false,
             init: config.matrix_init(),
         },
         shared: None,

@@ -3,6 +3,7 @@
 //!
 //! ```text
 //! cargo run --release -p burn-moe-tests --bin write_reload_check -- nemotron_h base OUT
+//! cargo run --release -p burn-moe-tests --bin write_reload_check -- gpt_oss mxfp4_square_down OUT quantised
 //! ```
 
 use std::path::Path;
@@ -19,8 +20,10 @@ use safetensors::tensor::TensorView;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let arguments: Vec<String> = std::env::args().skip(1).collect();
-    let [family, case, out] = arguments.as_slice() else {
-        return Err("usage: write_reload_check FAMILY CASE OUT".into());
+    let (family, case, out, quantised) = match arguments.as_slice() {
+        [family, case, out] => (family, case, out, false),
+        [family, case, out, word] if word == "quantised" => (family, case, out, true),
+        _ => return Err("usage: write_reload_check FAMILY CASE OUT [quantised]".into()),
     };
     let out = Path::new(out);
     let fixture = Fixture::open(family, case);
@@ -37,6 +40,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         out,
         &SaveOptions {
             like,
+            quantised,
             ..SaveOptions::default()
         },
     )?;
