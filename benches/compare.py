@@ -39,6 +39,13 @@ def run(command, limit):
     return result
 
 
+def write(args, name, lines):
+    """After every case, so that a run that is cut off leaves what it has."""
+    out = pathlib.Path(args.out)
+    out.mkdir(parents=True, exist_ok=True)
+    (out / name).write_text("\n".join(lines) + "\n")
+
+
 def row(name, result, reference):
     if "failed" in result:
         return f"| {name} | {result['failed']} | | | | | |"
@@ -65,10 +72,8 @@ def speed(args):
                   "| --- | --- | --- | --- | --- | --- | --- |"]
         lines += [row(name, result, reference) for name, result in runs.items()] + [""]
         results.append({"case": [preset, layers, batch, seq], "runs": runs})
-    out = pathlib.Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "compare.json").write_text(json.dumps(results, indent=1))
-    (out / "compare.md").write_text("\n".join(lines))
+        write(args, "compare.json", [json.dumps(results, indent=1)])
+        write(args, "compare.md", lines)
     print("\n".join(lines))
     return all("failed" not in result["runs"]["burn-moe"] for result in results)
 
@@ -91,6 +96,7 @@ def curves(args):
                           if "failed" in result]
                 if failed:
                     lines += ["", *failed, ""]
+                    write(args, "curves.md", lines)
                     good = False
                     continue
                 pairs = list(zip(theirs["losses"], ours["losses"], strict=True))
@@ -103,9 +109,7 @@ def curves(args):
                 shown = [i for i in range(len(pairs)) if i % 5 == 0 or i == len(pairs) - 1]
                 lines += [f"| {i + 1} | {pairs[i][0]:.4f} | {pairs[i][1]:.4f} | {pairs[i][1] - pairs[i][0]:+.4f} |" for i in shown]
                 lines.append("")
-    out = pathlib.Path(args.out)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "curves.md").write_text("\n".join(lines))
+                write(args, "curves.md", lines)
     print("\n".join(lines))
     return good
 
