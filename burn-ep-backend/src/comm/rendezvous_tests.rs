@@ -115,7 +115,8 @@ fn a_rank_that_leaves_or_aborts_is_reported_at_once() {
             "{error}"
         );
     }
-    assert!(started.elapsed() < Duration::from_secs(10));
+    // far below the 10 minutes that a wait may last, far above what a busy machine needs
+    assert!(started.elapsed() < Duration::from_secs(90));
 }
 
 #[test]

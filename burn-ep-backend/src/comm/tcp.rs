@@ -14,7 +14,7 @@ use super::hub::{DEFAULT_TIMEOUT, Hub, Member, Wire, communicate_as_member};
 use super::round::{Call, Part};
 
 /// How long news of a failure may be behind the broken connection that it caused.
-const NEWS: Duration = Duration::from_millis(500);
+const NEWS: Duration = Duration::from_secs(3);
 
 /// One rank of a group of processes; [`rendezvous`](super::rendezvous::rendezvous) makes it.
 ///
