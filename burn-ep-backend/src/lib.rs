@@ -25,6 +25,7 @@ mod init;
 pub mod kernels;
 pub mod ops;
 pub mod reference;
+mod scoped;
 #[cfg(test)]
 mod testing;
 

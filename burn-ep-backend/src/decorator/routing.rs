@@ -8,7 +8,7 @@ use burn_backend::ops::AttentionModuleOptions;
 use burn_backend::tensor::{BoolTensor, FloatTensor, IntTensor};
 use burn_backend::{DType, Shape, TensorMetadata};
 
-use crate::{AttentionDesc, AttentionMaskPrim, MoeBackend};
+use crate::{AttentionDesc, AttentionMaskPrim, MoeBackend, scoped};
 
 /// What [`EpBackend`](crate::EpBackend) does with the Burn ops that it can reroute: `attention`, `embedding`, `float_matmul`, `linear`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -26,15 +26,7 @@ thread_local! {
 
 /// Runs `f` with another routing on this thread, for tests and comparisons.
 pub fn with_routing<R>(routing: Routing, f: impl FnOnce() -> R) -> R {
-    /// Puts the previous setting back, also when `f` panics.
-    struct Restore(Routing);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            ROUTING.set(self.0);
-        }
-    }
-    let _restore = Restore(ROUTING.replace(routing));
-    f()
+    scoped::with(&ROUTING, routing, f)
 }
 
 pub(super) fn float_matmul<B: MoeBackend>(lhs: FloatTensor<B>, rhs: FloatTensor<B>) -> FloatTensor<B> {

@@ -176,15 +176,7 @@ pub fn deterministic() -> bool {
 
 /// Runs `f`, and every backward inside, with [`deterministic`] switched on or off on this thread.
 pub fn with_deterministic<R>(on: bool, f: impl FnOnce() -> R) -> R {
-    /// Puts the previous setting back, also when `f` panics.
-    struct Restore(Option<bool>);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            DETERMINISTIC.set(self.0);
-        }
-    }
-    let _restore = Restore(DETERMINISTIC.replace(Some(on)));
-    f()
+    crate::scoped::with(&DETERMINISTIC, Some(on), f)
 }
 
 fn sink_kernel() -> RawKernel {

@@ -68,15 +68,7 @@ thread_local! {
 
 /// Runs `f` with every product on one route where it can run at all, for tests and comparisons. Other threads keep theirs.
 pub fn with_route<R>(route: Route, f: impl FnOnce() -> R) -> R {
-    /// Puts the previous setting back, also when `f` panics.
-    struct Restore(Option<Route>);
-    impl Drop for Restore {
-        fn drop(&mut self) {
-            FORCED.set(self.0);
-        }
-    }
-    let _restore = Restore(FORCED.replace(Some(route)));
-    f()
+    crate::scoped::with(&FORCED, Some(route), f)
 }
 
 /// The routes to try, in order. Burn's kernel runs whatever no other route can.
