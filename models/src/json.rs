@@ -105,6 +105,15 @@ impl<'a> Fields<'a> {
         }
     }
 
+    /// `num_hidden_layers`, 1 to [`MAX_LAYERS`].
+    pub fn num_hidden_layers(&self, default: usize) -> Result<usize> {
+        let layers = self.size(&["num_hidden_layers"], default)?;
+        if layers > MAX_LAYERS {
+            return Err(Error::config("num_hidden_layers", layers, format!("at most {MAX_LAYERS}")));
+        }
+        Ok(layers)
+    }
+
     /// A number; `{"__float__": "Infinity"}` and its siblings count as numbers.
     pub fn float_or_none(&self, names: &[&str]) -> Result<Option<f64>> {
         let Some((name, value)) = self.get(names)? else {
@@ -223,6 +232,18 @@ pub fn float_pair(fields: &Fields<'_>, names: &[&str], default: (f64, f64)) -> R
     }
 }
 
+/// Fails unless every key head serves the same number of query heads.
+pub(crate) fn check_key_value_heads(heads: usize, key_value_heads: usize) -> Result<()> {
+    if heads.is_multiple_of(key_value_heads) {
+        return Ok(());
+    }
+    Err(Error::config(
+        "num_key_value_heads",
+        key_value_heads,
+        format!("a divisor of num_attention_heads = {heads}"),
+    ))
+}
+
 /// What every family shares: token ids and dtype.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CommonConfig {
@@ -246,6 +267,18 @@ impl CommonConfig {
             ));
         }
         Self::parse_quantised(fields)
+    }
+
+    /// Fails when `pad_token_id` is no row of the embedding.
+    pub(crate) fn check_padding(&self, vocab_size: usize) -> Result<()> {
+        match self.pad_token_id.filter(|&id| id as usize >= vocab_size) {
+            Some(pad) => Err(Error::config(
+                "pad_token_id",
+                pad,
+                format!("below vocab_size = {vocab_size}, or null"),
+            )),
+            None => Ok(()),
+        }
     }
 
     /// Reads the shared fields; the family checks `quantization_config`.

@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 
 use crate::counts::{FLOPS_PER_WEIGHT, ParamCount};
 use crate::family::{Capabilities, ExportLayout, FamilyConfig};
-use crate::json::{CommonConfig, Fields, MAX_LAYERS};
+use crate::json::{CommonConfig, Fields};
 use crate::rope::{parse_partial_rope, parse_rope, score_factor};
 use crate::router::{GroupedDefaults, check_grouped, grouped_sigmoid, num_experts};
 
@@ -170,14 +170,7 @@ impl DeepseekV3Config {
         let f = Fields::new(raw);
         let v2 = generation == Generation::V2;
         let defaults = generation.defaults();
-        let num_hidden_layers = f.size(&["num_hidden_layers"], defaults.num_hidden_layers)?;
-        if num_hidden_layers > MAX_LAYERS {
-            return Err(Error::config(
-                "num_hidden_layers",
-                num_hidden_layers,
-                format!("at most {MAX_LAYERS}"),
-            ));
-        }
+        let num_hidden_layers = f.num_hidden_layers(defaults.num_hidden_layers)?;
         let vocab_size = f.size(&["vocab_size"], defaults.vocab_size)?;
         let num_attention_heads = f.size(&["num_attention_heads"], defaults.num_attention_heads)?;
         if let Some(heads) = f.count_or_none(&["num_key_value_heads"])?.filter(|&n| n != num_attention_heads) {
@@ -263,13 +256,7 @@ impl DeepseekV3Config {
             weight_block_size: weight_block_size(&f)?,
             raw: raw.clone(),
         };
-        if let Some(pad) = config.common.pad_token_id.filter(|&id| id as usize >= vocab_size) {
-            return Err(Error::config(
-                "pad_token_id",
-                pad,
-                format!("below vocab_size = {vocab_size}, or null"),
-            ));
-        }
+        config.common.check_padding(vocab_size)?;
         if config.num_sparse_layers() > 0 {
             check_grouped(&config.router)?;
         }

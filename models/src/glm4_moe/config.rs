@@ -4,14 +4,14 @@
 //! carried through), `pretraining_tp`. transformers rotates an odd number of channels as the next even one; here it is refused.
 
 use burn_ep_backend::RouterDesc;
+use burn_moe::Result;
 use burn_moe::checkpoint::WeightMap;
 use burn_moe::layers::RopeConfig;
-use burn_moe::{Error, Result};
 use serde_json::{Map, Value};
 
 use crate::counts::{FLOPS_PER_WEIGHT, ParamCount, attention_score_flops};
 use crate::family::{Capabilities, ExportLayout, FamilyConfig};
-use crate::json::{CommonConfig, Fields, MAX_LAYERS};
+use crate::json::{CommonConfig, Fields, check_key_value_heads};
 use crate::rope::parse_partial_rope;
 use crate::router::{GroupedDefaults, check_grouped, grouped_sigmoid};
 
@@ -66,24 +66,11 @@ impl Glm4MoeConfig {
     /// Names the first field whose value cannot be honoured, with what was found and what is expected.
     pub fn parse(raw: &Map<String, Value>) -> Result<Self> {
         let f = Fields::new(raw);
-        let num_hidden_layers = f.size(&["num_hidden_layers"], 46)?;
-        if num_hidden_layers > MAX_LAYERS {
-            return Err(Error::config(
-                "num_hidden_layers",
-                num_hidden_layers,
-                format!("at most {MAX_LAYERS}"),
-            ));
-        }
+        let num_hidden_layers = f.num_hidden_layers(46)?;
         let (vocab_size, hidden_size) = (f.size(&["vocab_size"], 151_552)?, f.size(&["hidden_size"], 4096)?);
         let num_attention_heads = f.size(&["num_attention_heads"], 96)?;
         let num_key_value_heads = f.size(&["num_key_value_heads"], 8)?;
-        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
-            return Err(Error::config(
-                "num_key_value_heads",
-                num_key_value_heads,
-                format!("a divisor of num_attention_heads = {num_attention_heads}"),
-            ));
-        }
+        check_key_value_heads(num_attention_heads, num_key_value_heads)?;
         let head_dim = f.size(&["head_dim"], hidden_size / num_attention_heads)?;
         f.no_dropout("attention_dropout")?;
         f.choice(&["hidden_act"], (), &[("silu", ()), ("swish", ())])?;
@@ -119,13 +106,7 @@ impl Glm4MoeConfig {
             initializer_range: f.positive(&["initializer_range"], 0.02)?,
             raw: raw.clone(),
         };
-        if let Some(pad) = config.common.pad_token_id.filter(|&id| id as usize >= vocab_size) {
-            return Err(Error::config(
-                "pad_token_id",
-                pad,
-                format!("below vocab_size = {vocab_size}, or null"),
-            ));
-        }
+        config.common.check_padding(vocab_size)?;
         if config.num_sparse_layers() > 0 {
             check_grouped(&config.router)?;
         }

@@ -13,7 +13,7 @@ use serde_json::{Map, Value, json};
 use super::model::LIMIT;
 use crate::counts::{FLOPS_PER_WEIGHT, ParamCount};
 use crate::family::{Capabilities, ExportLayout, FamilyConfig};
-use crate::json::{CommonConfig, Fields, MAX_LAYERS};
+use crate::json::{CommonConfig, Fields, check_key_value_heads};
 use crate::rope::parse_rope;
 
 /// What the attention of a layer sees.
@@ -77,17 +77,10 @@ impl GptOssConfig {
         let f = Fields::new(raw);
         let vocab_size = f.size(&["vocab_size"], 201_088)?;
         let hidden_size = f.size(&["hidden_size"], 2880)?;
-        let num_hidden_layers = f.size(&["num_hidden_layers"], 36)?;
-        if num_hidden_layers > MAX_LAYERS {
-            let expected = format!("at most {MAX_LAYERS}");
-            return Err(Error::config("num_hidden_layers", num_hidden_layers, expected));
-        }
+        let num_hidden_layers = f.num_hidden_layers(36)?;
         let num_attention_heads = f.size(&["num_attention_heads"], 64)?;
         let num_key_value_heads = f.size(&["num_key_value_heads"], 8)?;
-        if !num_attention_heads.is_multiple_of(num_key_value_heads) {
-            let expected = format!("a divisor of num_attention_heads = {num_attention_heads}");
-            return Err(Error::config("num_key_value_heads", num_key_value_heads, expected));
-        }
+        check_key_value_heads(num_attention_heads, num_key_value_heads)?;
         let head_dim = f.size(&["head_dim"], 64)?;
         let max_position_embeddings = f.size(&["max_position_embeddings"], 131_072)?;
         f.no_dropout("attention_dropout")?;
@@ -117,10 +110,7 @@ impl GptOssConfig {
             initializer_range: f.positive(&["initializer_range"], 0.02)?,
             raw: raw.clone(),
         };
-        if let Some(pad) = config.common.pad_token_id.filter(|&id| id as usize >= vocab_size) {
-            let expected = format!("below vocab_size = {vocab_size}, or null");
-            return Err(Error::config("pad_token_id", pad, expected));
-        }
+        config.common.check_padding(vocab_size)?;
         if config.num_experts_per_tok > config.num_local_experts {
             let expected = format!("at most num_local_experts = {}", config.num_local_experts);
             return Err(Error::config("num_experts_per_tok", config.num_experts_per_tok, expected));

@@ -14,7 +14,7 @@ use serde_json::{Map, Value};
 use super::schedule::{LayerKind, parse_schedule};
 use crate::counts::{FLOPS_PER_WEIGHT, ParamCount, attention_score_flops};
 use crate::family::{Capabilities, ExportLayout, FamilyConfig};
-use crate::json::{CommonConfig, Fields, float_pair};
+use crate::json::{CommonConfig, Fields, check_key_value_heads, float_pair};
 use crate::router::check_grouped;
 
 /// Settings of the Mamba-2 layers.
@@ -136,13 +136,7 @@ impl NemotronHConfig {
             layers,
             raw: raw.clone(),
         };
-        if !config.num_attention_heads.is_multiple_of(config.num_key_value_heads) {
-            return Err(Error::config(
-                "num_key_value_heads",
-                config.num_key_value_heads,
-                format!("a divisor of num_attention_heads = {}", config.num_attention_heads),
-            ));
-        }
+        check_key_value_heads(config.num_attention_heads, config.num_key_value_heads)?;
         config.parameters().check()?;
         Ok(config)
     }
