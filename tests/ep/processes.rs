@@ -9,14 +9,16 @@ use std::time::{Duration, Instant};
 
 use burn_moe::train::{Interrupt, Schedule, TrainerConfig};
 use burn_moe_models::finetune::{Event, Finetune, FinetuneConfig};
+use burn_moe_tests::fixture::asset;
 use safetensors::SafeTensors;
 
 /// Folder of the job that a rank takes part in.
 const JOB: &str = "BURN_MOE_TEST_JOB";
 const STEPS: u64 = 6;
 
-fn asset(name: &str) -> PathBuf {
-    Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/assets").join(name)
+/// A port nobody listens on now.
+fn free_port() -> u16 {
+    TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }
 
 fn config(output: &Path) -> FinetuneConfig {
@@ -74,7 +76,7 @@ struct Job {
 impl Job {
     fn start(world: usize) -> Self {
         let folder = tempfile::tempdir().unwrap();
-        let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+        let port = free_port();
         let ranks = (0..world)
             .map(|rank| {
                 Command::new(std::env::current_exe().unwrap())
@@ -194,7 +196,7 @@ fn a_killed_rank_ends_the_others_and_the_last_checkpoint_continues() {
 #[test]
 fn a_job_with_different_settings_does_not_start() {
     let root = tempfile::tempdir().unwrap();
-    let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
+    let port = free_port();
     let errors: Vec<String> = std::thread::scope(|scope| {
         let ranks: Vec<_> = (0..2)
             .map(|rank| {
