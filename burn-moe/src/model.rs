@@ -9,7 +9,8 @@ use burn_ep_backend::comm::EpGroup;
 use burn_ep_backend::{MoeBackend, ops::AttentionMask};
 
 use crate::batch::HostBatch;
-use crate::error::Result;
+use crate::error::{Error, Result};
+use crate::layers::{Embedding, Linear};
 
 /// A batch as tensors, plus everything the blocks share.
 #[derive(Debug, Clone)]
@@ -111,6 +112,25 @@ pub struct Head<B: MoeBackend> {
     pub hidden_td: Tensor<B, 2>,
     /// `[V, D]`.
     pub weight_vd: Tensor<B, 2>,
+}
+
+impl<B: MoeBackend> Head<B> {
+    /// The head after the final norm `[B, S, D]`; without an output matrix of its own the embedding serves as one.
+    pub fn new(normed_bsd: Tensor<B, 3>, lm_head: Option<&Linear<B>>, embedding: &Embedding<B>) -> Self {
+        Self {
+            hidden_td: normed_bsd.flatten(0, 1),
+            weight_vd: lm_head.map_or_else(|| embedding.weight.val(), |head| head.weight.val()),
+        }
+    }
+}
+
+/// Block `index` of a model's list, for [`CausalLm::block`].
+///
+/// # Errors
+/// When there are fewer blocks.
+pub fn block_at<T>(blocks: &[T], index: usize) -> Result<&T> {
+    let missing = || Error::config("block index", index, format!("below the {} blocks of the model", blocks.len()));
+    blocks.get(index).ok_or_else(missing)
 }
 
 /// Load-balancing loss settings of a family that has one (Qwen3-MoE, Mixtral).

@@ -11,7 +11,7 @@ use burn_moe::model::{AuxLossSettings, BlockOutput, CausalLm, Head, LayerCache, 
 
 use crate::deepseek_v3::DeepseekV3;
 use crate::dense::DenseDecoder;
-use crate::family::Capabilities;
+use crate::family::{Capabilities, FamilyConfig};
 use crate::glm4_moe::Glm4Moe;
 use crate::gpt_oss::GptOss;
 use crate::nemotron_h::NemotronH;
@@ -96,7 +96,9 @@ macro_rules! families {
             }
 
             fn flops_per_token(&self, seq: usize) -> Option<f64> {
-                Some(self.config().flops_per_token(seq))
+                match self {
+                    $(Self::$variant(model) => Some(model.config().flops_per_token(seq))),+
+                }
             }
 
             fn aux_loss(&self) -> Option<AuxLossSettings> {
@@ -435,7 +437,7 @@ mod tests {
             let AutoModelForCausalLm::Sparse(model) = model else {
                 panic!("{config:?}")
             };
-            let crate::sparse::FeedForward::Moe(moe) = &model.layers[2].mlp else {
+            let burn_moe::layers::FeedForward::Moe(moe) = &model.layers[2].mlp else {
                 panic!("layer 2 is sparse")
             };
             values(&moe.experts.down_proj)

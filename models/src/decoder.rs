@@ -10,7 +10,7 @@ use burn_moe::{Error, Result};
 use serde_json::{Map, Value};
 
 use crate::counts::{ParamCount, attention_score_flops};
-use crate::json::{CommonConfig, Fields, MAX_LAYERS};
+use crate::json::{CommonConfig, Fields, check_key_value_heads};
 use crate::rope::parse_rope;
 
 /// A truth value that a family fixes or reads.
@@ -119,14 +119,7 @@ impl DecoderConfig {
         let f = Fields::new(raw);
         let vocab_size = f.size(&["vocab_size"], family.vocab_size)?;
         let hidden_size = f.size(&["hidden_size"], family.hidden_size)?;
-        let num_hidden_layers = f.size(&["num_hidden_layers"], family.num_hidden_layers)?;
-        if num_hidden_layers > MAX_LAYERS {
-            return Err(Error::config(
-                "num_hidden_layers",
-                num_hidden_layers,
-                format!("at most {MAX_LAYERS}"),
-            ));
-        }
+        let num_hidden_layers = f.num_hidden_layers(family.num_hidden_layers)?;
         let num_attention_heads = f.size(&["num_attention_heads"], family.num_attention_heads)?;
         let num_key_value_heads = key_value_heads(&f, family, num_attention_heads)?;
         let head_dim = head_dim(&f, family, hidden_size, num_attention_heads)?;
@@ -140,13 +133,7 @@ impl DecoderConfig {
         };
         let (sliding_window, slides) = windows(&f, family.window, num_hidden_layers)?;
         let common = common(&f, family)?;
-        if let Some(pad) = common.pad_token_id.filter(|&id| id as usize >= vocab_size) {
-            return Err(Error::config(
-                "pad_token_id",
-                pad,
-                format!("below vocab_size = {vocab_size}, or null"),
-            ));
-        }
+        common.check_padding(vocab_size)?;
         Ok(Self {
             common,
             vocab_size,
@@ -239,14 +226,8 @@ fn key_value_heads(f: &Fields<'_>, family: &DecoderFamily, num_attention_heads: 
         family.num_key_value_heads
     };
     let heads = f.size(&["num_key_value_heads"], default.unwrap_or(num_attention_heads))?;
-    if num_attention_heads.is_multiple_of(heads) {
-        return Ok(heads);
-    }
-    Err(Error::config(
-        "num_key_value_heads",
-        heads,
-        format!("a divisor of num_attention_heads = {num_attention_heads}"),
-    ))
+    check_key_value_heads(num_attention_heads, heads)?;
+    Ok(heads)
 }
 
 fn head_dim(f: &Fields<'_>, family: &DecoderFamily, hidden_size: usize, heads: usize) -> Result<usize> {

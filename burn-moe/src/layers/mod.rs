@@ -11,6 +11,7 @@
 mod attention;
 mod embedding;
 mod experts;
+mod feed_forward;
 mod linear;
 mod mamba2;
 mod mla;
@@ -24,6 +25,7 @@ mod router;
 pub use attention::{Attention, AttentionConfig, QkNorm};
 pub use embedding::Embedding;
 pub use experts::{Experts, ExpertsConfig};
+pub use feed_forward::FeedForward;
 pub use linear::{Linear, linear};
 pub use mamba2::{Conv1d, Mamba2, Mamba2Config};
 pub use mla::{Mla, MlaConfig};

@@ -87,11 +87,7 @@ impl<B: MoeBackend> Moe<B> {
         let [b, s, d] = x_bsd.dims();
         let h_td = x_bsd.reshape([b * s, d]);
 
-        let (route, logits_te) = self.gate.forward(h_td.clone(), replay_tk.cloned(), input.force_balanced)?;
-        let router = RouterOutput {
-            logits_te,
-            ids_tk: route.ids_tk.clone(),
-        };
+        let (route, router) = self.gate.forward(h_td.clone(), replay_tk.cloned(), input.force_balanced)?;
 
         let latent_tl = match &self.fc1_latent_proj {
             Some(fc1) => fc1.forward(h_td.clone())?,

@@ -7,6 +7,7 @@ use burn_ep_backend::{MoeBackend, RouterDesc, ops};
 use super::linear::{as_dtype, linear};
 use super::{Init, ParamBuilder};
 use crate::error::Result;
+use crate::model::RouterOutput;
 
 /// In which dtype a family computes its logits and applies its weights.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,13 +70,13 @@ impl<B: MoeBackend> Router<B> {
         self.desc.num_experts
     }
 
-    /// `[T, D]` to the route and the logits `[T, E]`. `replay_tk` fixes the choice.
+    /// `[T, D]` to the route and what outlives the layer: logits `[T, E]` and ids. `replay_tk` fixes the choice.
     pub fn forward(
         &self,
         h_td: Tensor<B, 2>,
         replay_tk: Option<Tensor<B, 2, Int>>,
         force_balanced: bool,
-    ) -> Result<(ops::Route<B>, Tensor<B, 2>)> {
+    ) -> Result<(ops::Route<B>, RouterOutput<B>)> {
         let dtype = h_td.dtype();
         let mut logits_te = match self.precision {
             RouterPrecision::Model | RouterPrecision::ModelLogits => linear(h_td, self.weight.val())?,
@@ -94,6 +95,10 @@ impl<B: MoeBackend> Router<B> {
         if self.precision == RouterPrecision::Model && dtype != DType::F32 {
             route.weights_tk = route.weights_tk.cast(FloatDType::from(dtype)).cast(FloatDType::F32);
         }
-        Ok((route, logits_te))
+        let output = RouterOutput {
+            logits_te,
+            ids_tk: route.ids_tk.clone(),
+        };
+        Ok((route, output))
     }
 }

@@ -16,5 +16,5 @@ mod model;
 mod weights;
 
 pub use config::{DeepseekV3Config, Generation};
-pub use model::{Block, DeepseekV3, FeedForward};
+pub use model::{Block, DeepseekV3};
 pub use weights::weight_map;

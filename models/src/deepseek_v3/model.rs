@@ -3,23 +3,15 @@
 use burn::module::Module;
 use burn::tensor::{FloatDType, Int, Tensor};
 use burn_ep_backend::{ExpertActivation, MoeBackend, RopeLayout};
+use burn_moe::Result;
 use burn_moe::batch::HostBatch;
 use burn_moe::layers::{
-    Embedding, ExpertsConfig, Linear, Mla, MlaConfig, Mlp, MlpActivation, MlpConfig, Moe, MoeConfig, ParamBuilder, RmsNorm, RouterConfig,
-    RouterPrecision,
+    Embedding, ExpertsConfig, FeedForward, Linear, Mla, MlaConfig, Mlp, MlpActivation, MlpConfig, Moe, MoeConfig, ParamBuilder, RmsNorm,
+    RouterConfig, RouterPrecision,
 };
-use burn_moe::model::{BlockOutput, CausalLm, Head, LayerCache, ModelInput};
-use burn_moe::{Error, Result};
+use burn_moe::model::{BlockOutput, CausalLm, Head, LayerCache, ModelInput, block_at};
 
 use super::config::{DeepseekV3Config, Generation};
-
-/// Feed-forward part of a block.
-#[allow(clippy::large_enum_variant)]
-#[derive(Module, Debug)]
-pub enum FeedForward<B: MoeBackend> {
-    Moe(Moe<B>),
-    Mlp(Mlp<B>),
-}
 
 /// Attention and feed-forward with a norm before each.
 #[derive(Module, Debug)]
@@ -98,13 +90,7 @@ impl<B: MoeBackend> Block<B> {
         let h_bsd = self.input_layernorm.forward(x_bsd.clone())?;
         let x_bsd = x_bsd + self.self_attn.forward(h_bsd, input, cache)?;
         let h_bsd = self.post_attention_layernorm.forward(x_bsd.clone())?;
-        let (out_bsd, router) = match &self.mlp {
-            FeedForward::Moe(moe) => {
-                let (out, router) = moe.forward(h_bsd, input, replay)?;
-                (out, Some(router))
-            }
-            FeedForward::Mlp(mlp) => (mlp.forward(h_bsd)?, None),
-        };
+        let (out_bsd, router) = self.mlp.forward(h_bsd, input, replay)?;
         Ok(BlockOutput {
             x_bsd: x_bsd + out_bsd,
             router,
@@ -146,21 +132,11 @@ impl<B: MoeBackend> CausalLm<B> for DeepseekV3<B> {
         replay: Option<&Tensor<B, 2, Int>>,
         cache: Option<&mut LayerCache<B>>,
     ) -> Result<BlockOutput<B>> {
-        let block = self
-            .layers
-            .get(index)
-            .ok_or_else(|| Error::config("block index", index, format!("below the {} blocks of the model", self.layers.len())))?;
-        block.forward(x_bsd, input, replay, cache)
+        block_at(&self.layers, index)?.forward(x_bsd, input, replay, cache)
     }
 
     fn head(&self, x_bsd: Tensor<B, 3>) -> Result<Head<B>> {
-        Ok(Head {
-            hidden_td: self.norm.forward(x_bsd)?.flatten(0, 1),
-            weight_vd: match &self.lm_head {
-                Some(head) => head.weight.val(),
-                None => self.embed_tokens.weight.val(),
-            },
-        })
+        Ok(Head::new(self.norm.forward(x_bsd)?, self.lm_head.as_ref(), &self.embed_tokens))
     }
 }
 

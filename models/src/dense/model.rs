@@ -3,10 +3,10 @@
 use burn::module::Module;
 use burn::tensor::{FloatDType, Int, Tensor};
 use burn_ep_backend::MoeBackend;
+use burn_moe::Result;
 use burn_moe::batch::HostBatch;
 use burn_moe::layers::{Attention, Embedding, Linear, Mlp, MlpActivation, MlpConfig, ParamBuilder, RmsNorm};
-use burn_moe::model::{BlockOutput, CausalLm, Head, LayerCache, ModelInput};
-use burn_moe::{Error, Result};
+use burn_moe::model::{BlockOutput, CausalLm, Head, LayerCache, ModelInput, block_at};
 
 use super::config::DenseConfig;
 
@@ -118,10 +118,7 @@ impl<B: MoeBackend> CausalLm<B> for DenseDecoder<B> {
         _replay: Option<&Tensor<B, 2, Int>>,
         cache: Option<&mut LayerCache<B>>,
     ) -> Result<BlockOutput<B>> {
-        let block = self
-            .layers
-            .get(index)
-            .ok_or_else(|| Error::config("block index", index, format!("below the {} blocks of the model", self.layers.len())))?;
+        let block = block_at(&self.layers, index)?;
         Ok(BlockOutput {
             x_bsd: block.forward(x_bsd, input, cache)?,
             router: None,
@@ -129,12 +126,6 @@ impl<B: MoeBackend> CausalLm<B> for DenseDecoder<B> {
     }
 
     fn head(&self, x_bsd: Tensor<B, 3>) -> Result<Head<B>> {
-        Ok(Head {
-            hidden_td: self.norm.forward(x_bsd)?.flatten(0, 1),
-            weight_vd: match &self.lm_head {
-                Some(head) => head.weight.val(),
-                None => self.embed_tokens.weight.val(),
-            },
-        })
+        Ok(Head::new(self.norm.forward(x_bsd)?, self.lm_head.as_ref(), &self.embed_tokens))
     }
 }

@@ -3,14 +3,14 @@
 use burn::module::Module;
 use burn::tensor::{FloatDType, Int, Tensor};
 use burn_ep_backend::{ExpertActivation, MoeBackend, NormRounding, RouterDesc, RouterScore};
+use burn_moe::Result;
 use burn_moe::batch::HostBatch;
 use burn_moe::dispatch::routed_experts;
 use burn_moe::layers::{
     Attention, AttentionConfig, Embedding, Experts, ExpertsConfig, Linear, ParamBuilder, QkNorm, RmsNorm, Router, RouterConfig,
     RouterPrecision,
 };
-use burn_moe::model::{AuxLossSettings, BlockOutput, CausalLm, Head, LayerCache, ModelInput, RouterOutput};
-use burn_moe::{Error, Result};
+use burn_moe::model::{AuxLossSettings, BlockOutput, CausalLm, Head, LayerCache, ModelInput, RouterOutput, block_at};
 
 use super::config::{GptOssConfig, LayerAttention};
 
@@ -65,11 +65,7 @@ impl<B: MoeBackend> SparseMlp<B> {
     ) -> Result<(Tensor<B, 3>, RouterOutput<B>)> {
         let [b, s, d] = x_bsd.dims();
         let h_td = x_bsd.reshape([b * s, d]);
-        let (route, logits_te) = self.router.forward(h_td.clone(), replay_tk.cloned(), input.force_balanced)?;
-        let router = RouterOutput {
-            logits_te,
-            ids_tk: route.ids_tk.clone(),
-        };
+        let (route, router) = self.router.forward(h_td.clone(), replay_tk.cloned(), input.force_balanced)?;
         let out_td = routed_experts(
             h_td,
             route,
@@ -191,21 +187,11 @@ impl<B: MoeBackend> CausalLm<B> for GptOss<B> {
         replay: Option<&Tensor<B, 2, Int>>,
         cache: Option<&mut LayerCache<B>>,
     ) -> Result<BlockOutput<B>> {
-        let block = self
-            .layers
-            .get(index)
-            .ok_or_else(|| Error::config("block index", index, format!("below the {} blocks of the model", self.layers.len())))?;
-        block.forward(x_bsd, input, replay, cache)
+        block_at(&self.layers, index)?.forward(x_bsd, input, replay, cache)
     }
 
     fn head(&self, x_bsd: Tensor<B, 3>) -> Result<Head<B>> {
-        Ok(Head {
-            hidden_td: self.norm.forward(x_bsd)?.flatten(0, 1),
-            weight_vd: match &self.lm_head {
-                Some(head) => head.weight.val(),
-                None => self.embed_tokens.weight.val(),
-            },
-        })
+        Ok(Head::new(self.norm.forward(x_bsd)?, self.lm_head.as_ref(), &self.embed_tokens))
     }
 
     fn aux_loss(&self) -> Option<AuxLossSettings> {

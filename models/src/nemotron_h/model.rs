@@ -3,13 +3,13 @@
 use burn::module::Module;
 use burn::tensor::{FloatDType, Int, Tensor};
 use burn_ep_backend::{ExpertActivation, MoeBackend, SsdDesc};
+use burn_moe::Result;
 use burn_moe::batch::HostBatch;
 use burn_moe::layers::{
     Attention, AttentionConfig, Embedding, ExpertsConfig, LatentConfig, Linear, Mamba2, Mamba2Config, Mlp, MlpActivation, MlpConfig, Moe,
     MoeConfig, ParamBuilder, QkNorm, RmsNorm, RouterConfig, RouterPrecision,
 };
-use burn_moe::model::{BlockOutput, CausalLm, Head, LayerCache, ModelInput};
-use burn_moe::{Error, Result};
+use burn_moe::model::{BlockOutput, CausalLm, Head, LayerCache, ModelInput, block_at};
 
 use super::config::NemotronHConfig;
 use super::schedule::LayerKind;
@@ -144,11 +144,7 @@ impl<B: MoeBackend> CausalLm<B> for NemotronH<B> {
         replay: Option<&Tensor<B, 2, Int>>,
         cache: Option<&mut LayerCache<B>>,
     ) -> Result<BlockOutput<B>> {
-        let block = self
-            .layers
-            .get(index)
-            .ok_or_else(|| Error::config("block index", index, format!("below the {} blocks of the model", self.layers.len())))?;
-        block.forward(x_bsd, input, replay, cache)
+        block_at(&self.layers, index)?.forward(x_bsd, input, replay, cache)
     }
 
     fn head(&self, x_bsd: Tensor<B, 3>) -> Result<Head<B>> {

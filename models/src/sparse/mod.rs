@@ -8,5 +8,5 @@ mod model;
 mod weights;
 
 pub use config::{SparseConfig, SparseKind};
-pub use model::{Block, FeedForward, SparseDecoder};
+pub use model::{Block, SparseDecoder};
 pub use weights::weight_map;
