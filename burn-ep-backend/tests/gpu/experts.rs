@@ -196,6 +196,31 @@ fn expert_mlp_in_fp32_matches_the_reference() {
     }
 }
 
+/// Blocks of the persistent kernels work through several tiles each, so that buffers and barriers go round.
+#[test]
+fn many_tiles_follow_the_low_precision_rule() {
+    for activation in [
+        ExpertActivation::SwiGlu,
+        ExpertActivation::ClampedSwiGlu {
+            alpha: 1.702,
+            limit: 100.0,
+        },
+    ] {
+        let case = Case {
+            sizes: [4000, 4, 8, 256, 776],
+            activation,
+            bias: false,
+            weighted: true,
+        };
+        compare(
+            &format!("expert_mlp {case:?}"),
+            run::<Gpu>(case, FloatDType::BF16),
+            run::<Cpu>(case, FloatDType::F32),
+            plain(case, FloatDType::BF16),
+        );
+    }
+}
+
 /// Values beyond the limit: with numbers that rounding does not move across it, clamped gates and their zero gradients must
 /// agree exactly in count.
 #[test]
