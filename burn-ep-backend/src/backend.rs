@@ -338,6 +338,27 @@ pub trait MoeBackend: Backend {
         reference::rms_norm::rms_norm_backward::<Self>(grad, x, weight_d, desc)
     }
 
+    /// `x + residual`, rounded to their dtype, and its [`MoeBackend::rms_norm`]; both of the shape of x.
+    fn add_rms_norm(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        reference::rms_norm::add_rms_norm::<Self>(x, residual, weight_d, desc)
+    }
+
+    /// [`MoeBackend::rms_norm_backward`] with `grad_x`, of the shape and dtype of x, added to the gradient of x.
+    fn add_rms_norm_backward(
+        grad: FloatTensor<Self>,
+        grad_x: FloatTensor<Self>,
+        x: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        reference::rms_norm::add_rms_norm_backward::<Self>(grad, grad_x, x, weight_d, desc)
+    }
+
     /// Mamba-2 gated norm: `v = y * silu(z)` in fp32, RMSNorm of v per group of `D / groups` channels, times weight.
     fn gated_rms_norm(
         y: FloatTensor<Self>,

@@ -126,6 +126,15 @@ impl<B: MoeBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
         rms_norm::rms_norm::<B, C>(x, weight_d, desc)
     }
 
+    fn add_rms_norm(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        rms_norm::add_rms_norm::<B, C>(x, residual, weight_d, desc)
+    }
+
     fn gated_rms_norm(
         y: FloatTensor<Self>,
         z: FloatTensor<Self>,

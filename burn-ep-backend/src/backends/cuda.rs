@@ -11,7 +11,7 @@ use crate::desc::*;
 use crate::device::{self, DeviceMemory};
 use crate::init::InitDesc;
 use crate::kernels::attention::{self, Mask};
-use crate::kernels::cube::{self, rows::Rows};
+use crate::kernels::cube::{self, rms_norm::Other, rows::Rows};
 use crate::kernels::cuda as plain;
 use crate::kernels::dense;
 use crate::kernels::hopper::{self, gemm::Product};
@@ -215,7 +215,7 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         match cube_rows(&x, &[&weight_d], 1) {
             Some(rows) => {
                 let round_before_weight = desc.rounding == NormRounding::Llama;
-                cube::rms_norm::forward(x, None, weight_d, 1, desc.eps, round_before_weight, rows)
+                cube::rms_norm::forward(x, Other::Nothing, weight_d, 1, desc.eps, round_before_weight, rows).0
             }
             None => reference::rms_norm::rms_norm::<Self>(x, weight_d, desc),
         }
@@ -229,10 +229,43 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
     ) -> (FloatTensor<Self>, FloatTensor<Self>) {
         match cube_rows(&x, &[&weight_d], 1) {
             Some(rows) if grad.dtype == x.dtype => {
-                let (x, _, weight_d) = cube::rms_norm::backward(grad, x, None, weight_d, 1, desc.eps, rows);
+                let (x, _, weight_d) = cube::rms_norm::backward(grad, x, None, None, weight_d, 1, desc.eps, rows);
                 (x, weight_d)
             }
             _ => reference::rms_norm::rms_norm_backward::<Self>(grad, x, weight_d, desc),
+        }
+    }
+
+    fn add_rms_norm(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        match cube_rows(&x, &[&weight_d], 1) {
+            Some(rows) if residual.dtype == x.dtype => {
+                let round_before_weight = desc.rounding == NormRounding::Llama;
+                let residual = Other::Residual(residual);
+                let (out, sum) = cube::rms_norm::forward(x, residual, weight_d, 1, desc.eps, round_before_weight, rows);
+                (sum.expect("a residual was given"), out)
+            }
+            _ => reference::rms_norm::add_rms_norm::<Self>(x, residual, weight_d, desc),
+        }
+    }
+
+    fn add_rms_norm_backward(
+        grad: FloatTensor<Self>,
+        grad_x: FloatTensor<Self>,
+        x: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        match cube_rows(&x, &[&weight_d], 1) {
+            Some(rows) if grad.dtype == x.dtype && grad_x.dtype == x.dtype => {
+                let (x, _, weight_d) = cube::rms_norm::backward(grad, x, None, Some(grad_x), weight_d, 1, desc.eps, rows);
+                (x, weight_d)
+            }
+            _ => reference::rms_norm::add_rms_norm_backward::<Self>(grad, grad_x, x, weight_d, desc),
         }
     }
 
@@ -244,7 +277,7 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         eps: f32,
     ) -> FloatTensor<Self> {
         match cube_rows(&y, &[&z, &weight_d], groups) {
-            Some(rows) => cube::rms_norm::forward(y, Some(z), weight_d, groups, eps, true, rows),
+            Some(rows) => cube::rms_norm::forward(y, Other::Gate(z), weight_d, groups, eps, true, rows).0,
             None => reference::gated_rms_norm::gated_rms_norm::<Self>(y, z, weight_d, groups, eps),
         }
     }
@@ -259,7 +292,7 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
     ) -> (FloatTensor<Self>, FloatTensor<Self>, FloatTensor<Self>) {
         match cube_rows(&y, &[&z, &weight_d], groups) {
             Some(rows) if grad.dtype == y.dtype => {
-                let (y, z, weight_d) = cube::rms_norm::backward(grad, y, Some(z), weight_d, groups, eps, rows);
+                let (y, z, weight_d) = cube::rms_norm::backward(grad, y, Some(z), None, weight_d, groups, eps, rows);
                 (y, z.expect("a gate has a gradient"), weight_d)
             }
             _ => reference::gated_rms_norm::gated_rms_norm_backward::<Self>(grad, y, z, weight_d, groups, eps),

@@ -113,7 +113,21 @@ impl MoeBackend for Flex {
     }
 
     fn rms_norm_backward(grad: FlexTensor, x: FlexTensor, weight_d: FlexTensor, desc: &NormDesc) -> (FlexTensor, FlexTensor) {
-        flex::rms_norm::rms_norm_backward(grad, x, weight_d, desc)
+        flex::rms_norm::backward(grad, None, x, weight_d, desc)
+    }
+
+    fn add_rms_norm(x: FlexTensor, residual: FlexTensor, weight_d: FlexTensor, desc: &NormDesc) -> (FlexTensor, FlexTensor) {
+        flex::rms_norm::add_rms_norm(x, residual, weight_d, desc)
+    }
+
+    fn add_rms_norm_backward(
+        grad: FlexTensor,
+        grad_x: FlexTensor,
+        x: FlexTensor,
+        weight_d: FlexTensor,
+        desc: &NormDesc,
+    ) -> (FlexTensor, FlexTensor) {
+        flex::rms_norm::backward(grad, Some(grad_x), x, weight_d, desc)
     }
 
     fn gated_rms_norm(y: FlexTensor, z: FlexTensor, weight_d: FlexTensor, groups: usize, eps: f32) -> FlexTensor {

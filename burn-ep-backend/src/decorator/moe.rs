@@ -221,6 +221,25 @@ impl<B: MoeBackend> MoeBackend for EpBackend<B> {
         B::rms_norm_backward(grad, x, weight_d, desc)
     }
 
+    fn add_rms_norm(
+        x: FloatTensor<Self>,
+        residual: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        B::add_rms_norm(x, residual, weight_d, desc)
+    }
+
+    fn add_rms_norm_backward(
+        grad: FloatTensor<Self>,
+        grad_x: FloatTensor<Self>,
+        x: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        B::add_rms_norm_backward(grad, grad_x, x, weight_d, desc)
+    }
+
     fn gated_rms_norm(
         y: FloatTensor<Self>,
         z: FloatTensor<Self>,

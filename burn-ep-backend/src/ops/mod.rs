@@ -28,7 +28,7 @@ pub use expert_mlp::{ExpertWeights, expert_mlp};
 pub use grouped_matmul::grouped_matmul;
 pub use inject::inject_gradient;
 pub use linear_cross_entropy::linear_cross_entropy;
-pub use norm::{gated_rms_norm, rms_norm};
+pub use norm::{add_rms_norm, gated_rms_norm, rms_norm};
 pub use permute::{ExpertOrder, permute, sort_by_expert, unpermute};
 pub use rope::rope;
 pub use route::{Route, route};

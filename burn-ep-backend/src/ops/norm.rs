@@ -15,6 +15,28 @@ pub fn rms_norm<B: MoeBackend, const R: usize>(x: Tensor<B, R>, weight_d: Tensor
     Ok(check::tensor(B::rms_norm(check::float(x), check::float(weight_d), desc)))
 }
 
+/// `x + residual` and its [`rms_norm`], in one pass: the step from one sublayer of a decoder to the norm of the next. The sum is
+/// rounded to the dtype of x before it is normalised, as two separate ops would.
+///
+/// # Errors
+/// A shape, dtype or setting that does not fit, by name.
+pub fn add_rms_norm<B: MoeBackend, const R: usize>(
+    x: Tensor<B, R>,
+    residual: Tensor<B, R>,
+    weight_d: Tensor<B, 1>,
+    desc: &NormDesc,
+) -> Result<(Tensor<B, R>, Tensor<B, R>)> {
+    let op = "add_rms_norm";
+    let d = x.dims()[R - 1];
+    check::shape(op, "residual", residual.dims(), x.dims(), "[.., D]")?;
+    check::shape(op, "weight", weight_d.dims(), [d], "[D]")?;
+    let dtypes = (residual.dtype(), x.dtype());
+    let found = format!("{:?}", dtypes.0);
+    check::setting(op, "dtype of residual", dtypes.0 == dtypes.1, found, format!("that of x, {:?}", dtypes.1))?;
+    let (sum, out) = B::add_rms_norm(check::float(x), check::float(residual), check::float(weight_d), desc);
+    Ok((check::tensor(sum), check::tensor(out)))
+}
+
 /// `RMSNorm_groups(y * silu(z)) * weight`, statistics over each of `groups` equal parts of the last axis.
 ///
 /// # Errors
@@ -65,6 +87,12 @@ mod tests {
         };
         let refusals = [
             (rms_norm(x(), weight(5), &desc), "`weight`"),
+            (add_rms_norm(x(), x().slice([0..1]), weight(6), &desc).map(|(sum, _)| sum), "`residual`"),
+            (add_rms_norm(x(), x(), weight(5), &desc).map(|(sum, _)| sum), "`weight`"),
+            (
+                add_rms_norm(x(), x().cast(DType::F64), weight(6), &desc).map(|(sum, _)| sum),
+                "`dtype of residual`",
+            ),
             (gated_rms_norm(x(), x(), weight(6), 4, 1e-5), "`groups`"),
             (gated_rms_norm(x(), x(), weight(6), 0, 1e-5), "`groups`"),
             (gated_rms_norm(x(), x().transpose().reshape([3, 4]), weight(6), 2, 1e-5), "`z`"),

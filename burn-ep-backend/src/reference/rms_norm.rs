@@ -42,6 +42,29 @@ pub fn rms_norm_backward<B: Backend>(
     )
 }
 
+/// `x + residual` and its [`rms_norm`].
+pub fn add_rms_norm<B: Backend>(
+    x: FloatTensor<B>,
+    residual: FloatTensor<B>,
+    weight_d: FloatTensor<B>,
+    desc: &NormDesc,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let sum = B::float_add(x, residual);
+    (sum.clone(), rms_norm::<B>(sum, weight_d, desc))
+}
+
+/// [`rms_norm_backward`], and `grad_x` added to the gradient of x.
+pub fn add_rms_norm_backward<B: Backend>(
+    grad: FloatTensor<B>,
+    grad_x: FloatTensor<B>,
+    x: FloatTensor<B>,
+    weight_d: FloatTensor<B>,
+    desc: &NormDesc,
+) -> (FloatTensor<B>, FloatTensor<B>) {
+    let (dx, dweight_d) = rms_norm_backward::<B>(grad, x, weight_d, desc);
+    (B::float_add(dx, grad_x), dweight_d)
+}
+
 /// `x` as wide `[R, D]`.
 fn rows<B: Backend>(x: FloatTensor<B>) -> Tensor<B, 2> {
     let shape = x.shape();
@@ -178,6 +201,99 @@ mod tests {
             for (i, name) in ["out", "dx", "dw"].into_iter().enumerate() {
                 assert_low_precision(name, &kernel[i], &plain[i], &exact[i]);
             }
+        }
+    }
+
+    /// `sum(up * norm(x + r)) + sum(up_sum * (x + r))`; without `up_sum` the sum is only normalised, without `up` only summed.
+    #[test]
+    fn add_norm_matches_loops_whichever_output_is_used() {
+        let (rows, d) = (5, 12);
+        let n = rows * d;
+        let (x, r, w) = (values(1, n), values(2, n), values(3, d));
+        let (up, up_sum) = (values(4, n), values(5, n));
+        let added = |x: &[f64], r: &[f64]| -> Vec<f64> { x.iter().zip(r).map(|(x, r)| x + r).collect() };
+        for (with_norm, with_sum) in [(true, true), (true, false), (false, true)] {
+            for (dtype, tolerance) in [(DType::F64, 1e-8), (DType::F32, 2e-5)] {
+                let leaf = |v: &[f64]| tensor::<Ad, 2>(v, [rows, d], dtype).require_grad();
+                let (xt, rt) = (leaf(&x), leaf(&r));
+                let wt = tensor::<Ad, 1>(&w, [d], dtype).require_grad();
+                let (sum, out) = ops::add_rms_norm(xt.clone(), rt.clone(), wt.clone(), &LLAMA).expect("valid shapes");
+                assert_close("sum", &f64s(sum.clone()), &added(&x, &r), tolerance);
+                assert_close("out", &f64s(out.clone()), &naive(&added(&x, &r), &w), tolerance);
+                let up_t = |up: &[f64], on: bool| tensor::<Ad, 2>(up, [rows, d], dtype) * f64::from(u8::from(on));
+                let loss = match (with_norm, with_sum) {
+                    (true, false) => (out * up_t(&up, true)).sum(),
+                    (false, true) => (sum * up_t(&up_sum, true)).sum(),
+                    _ => (out * up_t(&up, true)).sum() + (sum * up_t(&up_sum, true)).sum(),
+                };
+                let grads = loss.backward();
+                let loss = |x: &[f64], w: &[f64]| {
+                    let h = added(x, &r);
+                    let norm = if with_norm { dot(&naive(&h, w), &up) } else { 0.0 };
+                    norm + if with_sum { dot(&h, &up_sum) } else { 0.0 }
+                };
+                let dx = numeric_gradient(&x, |x| loss(x, &w));
+                for leaf in [&xt, &rt] {
+                    assert_close("dx", &f64s(leaf.grad(&grads).expect("dx")), &dx, tolerance);
+                }
+                match wt.grad(&grads) {
+                    Some(dw) => assert_close("dw", &f64s(dw), &numeric_gradient(&w, |w| loss(&x, w)), tolerance),
+                    None => assert!(!with_norm),
+                }
+            }
+        }
+    }
+
+    // A block as decoders have it: the residual stream passes both norms, and every gradient on the way is added in a norm.
+    #[test]
+    fn gradients_that_were_there_first_are_added() {
+        let (rows, d) = (4, 6);
+        let (x, w, up) = (values(6, rows * d), values(7, d), values(8, rows * d));
+        let rounding = LLAMA;
+        let xt = tensor::<Ad, 2>(&x, [rows, d], DType::F64).require_grad();
+        let wt = tensor::<Ad, 1>(&w, [d], DType::F64);
+        let h = ops::rms_norm(xt.clone(), wt.clone(), &rounding).expect("valid shapes");
+        let (sum, h) = ops::add_rms_norm(xt.clone(), h * 0.5, wt.clone(), &rounding).expect("valid shapes");
+        let grads = ((sum + h * 2.0) * tensor(&up, [rows, d], DType::F64)).sum().backward();
+        let expected = numeric_gradient(&x, |x| {
+            let sum: Vec<f64> = x.iter().zip(naive(x, &w)).map(|(x, h)| x + 0.5 * h).collect();
+            let out: Vec<f64> = sum.iter().zip(naive(&sum, &w)).map(|(s, h)| s + 2.0 * h).collect();
+            dot(&out, &up)
+        });
+        assert_close("dx", &f64s(xt.grad(&grads).expect("dx")), &expected, 1e-7);
+    }
+
+    // Kernel and reference agree bit for bit forward, and the sum is that of the plain addition.
+    #[test]
+    fn add_norm_in_low_precision() {
+        let (rows, d) = (7, 40);
+        let n = rows * d;
+        for dtype in [DType::F32, DType::BF16, DType::F16] {
+            let x = || tensor::<Flex, 2>(&values(1, n), [rows, d], dtype);
+            let r = || tensor::<Flex, 2>(&values(2, n), [d, rows], dtype).transpose();
+            let w = || tensor::<Flex, 1>(&values(3, d), [d], dtype);
+            let (sum, out) = ops::add_rms_norm(x(), r(), w(), &LLAMA).expect("valid shapes");
+            assert_eq!(f64s(sum.clone()), f64s(x() + r()), "{dtype:?}");
+            let separate = ops::rms_norm(sum.clone(), w(), &LLAMA).expect("valid shapes");
+            assert_eq!(f64s(out), f64s(separate), "{dtype:?}");
+
+            let (grad, so_far) = (
+                tensor::<Flex, 2>(&values(4, n), [rows, d], dtype),
+                tensor::<Flex, 2>(&values(5, n), [rows, d], dtype),
+            );
+            let arguments = || {
+                let [grad, so_far, sum] = [&grad, &so_far, &sum].map(|t| prim::primitive(t.clone()));
+                (grad, so_far, sum, prim::primitive(w()))
+            };
+            let (g, s, x, w1) = arguments();
+            let (dx, dw) = <Flex as crate::MoeBackend>::add_rms_norm_backward(g, s, x, w1, &LLAMA);
+            let (g, s, x, w1) = arguments();
+            let (dx_plain, dw_plain) = super::add_rms_norm_backward::<Flex>(g, s, x, w1, &LLAMA);
+            let tolerance = if dtype == DType::F32 { 1e-6 } else { 2e-2 };
+            let read = |t| f64s(prim::tensor::<Flex, 2>(t));
+            assert_close("dx", &read(dx), &read(dx_plain), tolerance);
+            let read = |t| f64s(prim::tensor::<Flex, 1>(t));
+            assert_close("dw", &read(dw), &read(dw_plain), tolerance);
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use burn::tensor::FloatDType::{BF16, F32};
 use burn::tensor::{FloatDType, backend::AutodiffBackend};
-use burn_ep_backend::ops::{gated_rms_norm, rms_norm};
+use burn_ep_backend::ops::{add_rms_norm, gated_rms_norm, rms_norm};
 use burn_ep_backend::{MoeBackend, NormDesc, NormRounding};
 
 use crate::support::{Cpu, Gpu, close, compare, float, host, poison};
@@ -61,6 +61,53 @@ fn rms_norm_matches_the_reference() {
             );
         }
     }
+}
+
+/// Sum and norm, both used, so that the gradient of the sum comes by two ways; the outputs, then the gradients.
+fn add_norm<B>(case: NormCase, rounding: NormRounding, dtype: FloatDType, weight_dtype: FloatDType) -> Vec<Vec<f32>>
+where
+    B: AutodiffBackend + MoeBackend,
+{
+    let (rows, width, strided) = case;
+    let [x, residual] = [1, 4].map(|seed| float::<B, 3>([1, rows, width], seed, strided, dtype).require_grad());
+    let weight = float::<B, 1>([width], 2, false, weight_dtype).require_grad();
+    let [up, up_sum] = [3, 5].map(|seed| float::<B, 3>([1, rows, width], seed, strided, dtype));
+    poison::<B>(rows * width);
+    let desc = NormDesc { eps: 1e-5, rounding };
+    let (sum, y) = add_rms_norm(x.clone(), residual.clone(), weight.clone(), &desc).expect("valid shapes");
+    poison::<B>(rows * width);
+    let grads = ((y.clone() * up).sum() + (sum.clone() * up_sum).sum()).backward();
+    let (gx, gr) = (x.grad(&grads).expect("x"), residual.grad(&grads).expect("residual"));
+    let gw = weight.grad(&grads).expect("weight");
+    assert_eq!([sum.dtype(), gx.dtype(), gr.dtype()], [x.dtype(); 3]);
+    vec![host(sum), host(y), host(gx), host(gr), host(gw)]
+}
+
+#[test]
+fn add_rms_norm_matches_the_reference() {
+    for case in NORM_CASES {
+        for rounding in [NormRounding::Llama, NormRounding::Fp32Product] {
+            compare(
+                &format!("add_rms_norm {case:?} {rounding:?}"),
+                add_norm::<Gpu>(case, rounding, BF16, BF16),
+                add_norm::<Cpu>(case, rounding, F32, F32),
+                add_norm::<Cpu>(case, rounding, BF16, BF16),
+            );
+            close(
+                &format!("add_rms_norm {case:?} {rounding:?} fp32"),
+                add_norm::<Gpu>(case, rounding, F32, F32),
+                add_norm::<Cpu>(case, rounding, F32, F32),
+                2e-5,
+            );
+        }
+    }
+    // The sum is the sum: no fused multiply-add, one rounding.
+    let case = (37, 64, false);
+    let (gpu, cpu) = (
+        add_norm::<Gpu>(case, NormRounding::Llama, BF16, BF16),
+        add_norm::<Cpu>(case, NormRounding::Llama, BF16, BF16),
+    );
+    assert_eq!(gpu[0], cpu[0]);
 }
 
 /// Rows, groups, width of a group, strided input.

@@ -38,6 +38,11 @@ impl<B: MoeBackend> RmsNorm<B> {
     pub fn forward<const R: usize>(&self, x: Tensor<B, R>) -> Result<Tensor<B, R>> {
         Ok(ops::rms_norm(x, self.weight.val(), &self.desc)?)
     }
+
+    /// `x + residual` and its norm, `[.., D]` each: the step from one sublayer of a block to the next.
+    pub fn forward_sum<const R: usize>(&self, x: Tensor<B, R>, residual: Tensor<B, R>) -> Result<(Tensor<B, R>, Tensor<B, R>)> {
+        Ok(ops::add_rms_norm(x, residual, self.weight.val(), &self.desc)?)
+    }
 }
 
 /// `RMSNorm_groups(y * silu(z)) * weight`: gate first, then norm.

@@ -82,8 +82,8 @@ impl<B: MoeBackend> Block<B> {
 
     fn forward(&self, x_bsd: Tensor<B, 3>, input: &ModelInput<B>, cache: Option<&mut LayerCache<B>>) -> Result<Tensor<B, 3>> {
         let h_bsd = self.input_layernorm.forward(x_bsd.clone())?;
-        let x_bsd = x_bsd + self.self_attn.forward(h_bsd, input, cache)?;
-        let h_bsd = self.post_attention_layernorm.forward(x_bsd.clone())?;
+        let out_bsd = self.self_attn.forward(h_bsd, input, cache)?;
+        let (x_bsd, h_bsd) = self.post_attention_layernorm.forward_sum(x_bsd, out_bsd)?;
         Ok(x_bsd + self.mlp.forward(h_bsd)?)
     }
 }

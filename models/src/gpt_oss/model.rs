@@ -148,8 +148,8 @@ impl<B: MoeBackend> Block<B> {
         cache: Option<&mut LayerCache<B>>,
     ) -> Result<BlockOutput<B>> {
         let h_bsd = self.input_layernorm.forward(x_bsd.clone())?;
-        let x_bsd = x_bsd + self.self_attn.forward(h_bsd, input, cache)?;
-        let h_bsd = self.post_attention_layernorm.forward(x_bsd.clone())?;
+        let out_bsd = self.self_attn.forward(h_bsd, input, cache)?;
+        let (x_bsd, h_bsd) = self.post_attention_layernorm.forward_sum(x_bsd, out_bsd)?;
         let (out_bsd, router) = self.mlp.forward(h_bsd, input, replay)?;
         Ok(BlockOutput {
             x_bsd: x_bsd + out_bsd,

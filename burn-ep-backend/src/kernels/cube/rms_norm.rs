@@ -1,4 +1,4 @@
-//! RMSNorm, and the gated group RMSNorm of Mamba-2: one team of units a row, or a group of a row.
+//! RMSNorm, with a residual added before it, and the gated group RMSNorm of Mamba-2: one team of units a row, or a group of a row.
 
 use burn_backend::TensorMetadata;
 use cubecl::prelude::*;
@@ -25,12 +25,15 @@ fn gated_value<T: Float, Z: Float, N: Size>(
     }
 }
 
+/// With `added`, z is a residual in the dtype of x, and `sum` takes x + z. A tensor that a variant does not use is neither read nor
+/// written.
 #[cube(launch_unchecked, address_type = "u64")]
 fn forward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     x: &Tensor<Vector<T, N>>,
     z: &Tensor<Vector<Z, N>>,
     weight: &Tensor<Vector<W, N>>,
     out: &mut Tensor<Vector<T, N>>,
+    sum: &mut Tensor<Vector<T, N>>,
     rows: usize,
     vectors: usize,
     groups: usize,
@@ -39,6 +42,7 @@ fn forward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     #[comptime] items: usize,
     #[comptime] planes: usize,
     #[comptime] gated: bool,
+    #[comptime] added: bool,
     #[comptime] round_before_weight: bool,
     #[define(T, Z, W)] _dtypes: [StorageType; 3],
 ) {
@@ -55,7 +59,12 @@ fn forward_kernel<T: Float, Z: Float, W: Float, N: Size>(
         for item in 0..items {
             let column = unit + item * step;
             if column < vectors {
-                let value = gated_value::<T, Z, N>(x, z, base + column, gated);
+                let mut value = gated_value::<T, Z, N>(x, z, base + column, gated);
+                if comptime!(added) {
+                    let rounded = Vector::<T, N>::cast_from(value + Vector::<f32, N>::cast_from(z[base + column]));
+                    sum[base + column] = rounded;
+                    value = Vector::<f32, N>::cast_from(rounded);
+                }
                 squares += value * value;
                 values[item] = value;
             }
@@ -80,13 +89,15 @@ fn forward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     }
 }
 
-/// Each team keeps its own fp32 sum of the weight gradient in registers and stores it at the end.
+/// Each team keeps its own fp32 sum of the weight gradient in registers and stores it at the end. With `added`, `grad_so_far` is added to
+/// the gradient of x.
 #[cube(launch_unchecked, address_type = "u64")]
 fn backward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     grad: &Tensor<Vector<T, N>>,
     x: &Tensor<Vector<T, N>>,
     z: &Tensor<Vector<Z, N>>,
     weight: &Tensor<Vector<W, N>>,
+    grad_so_far: &Tensor<Vector<T, N>>,
     grad_x: &mut Tensor<Vector<T, N>>,
     grad_z: &mut Tensor<Vector<Z, N>>,
     grad_weight_parts: &mut Tensor<Vector<f32, N>>,
@@ -98,6 +109,7 @@ fn backward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     #[comptime] items: usize,
     #[comptime] planes: usize,
     #[comptime] gated: bool,
+    #[comptime] added: bool,
     #[define(T, Z, W)] _dtypes: [StorageType; 3],
 ) {
     let unit = UNIT_POS_X as usize;
@@ -150,6 +162,8 @@ fn backward_kernel<T: Float, Z: Float, W: Float, N: Size>(
                     grad_x[at] = Vector::cast_from(grad_value * (gate * sigma));
                     let slope = sigma * (one + gate * (one - sigma));
                     grad_z[at] = Vector::cast_from(grad_value * Vector::cast_from(x[at]) * slope);
+                } else if comptime!(added) {
+                    grad_x[at] = Vector::cast_from(grad_value + Vector::<f32, N>::cast_from(grad_so_far[at]));
                 } else {
                     grad_x[at] = Vector::cast_from(grad_value);
                 }
@@ -166,25 +180,39 @@ fn backward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     }
 }
 
-/// See [`crate::MoeBackend::rms_norm`] and, with a gate, [`crate::MoeBackend::gated_rms_norm`]; `rows` are those of `x` cut into
-/// `groups`.
+/// What else goes into a norm.
+pub enum Other {
+    Nothing,
+    /// The gate of Mamba-2.
+    Gate(CudaTensor),
+    /// Added to x first; of its dtype.
+    Residual(CudaTensor),
+}
+
+/// See [`crate::MoeBackend::rms_norm`], with a gate [`crate::MoeBackend::gated_rms_norm`] and with a residual
+/// [`crate::MoeBackend::add_rms_norm`]; `rows` are those of `x` cut into `groups`. The norm, and the sum if there is a residual.
 pub fn forward(
     x: CudaTensor,
-    gate: Option<CudaTensor>,
+    other: Other,
     weight: CudaTensor,
     groups: usize,
     eps: f32,
     round_before_weight: bool,
     rows: Rows,
-) -> CudaTensor {
+) -> (CudaTensor, Option<CudaTensor>) {
     let (x, weight) = (dense(x), dense(weight));
-    let gated = gate.is_some();
-    // an absent gate is bound to x and never read
-    let gate = gate.map_or_else(|| x.clone(), dense);
+    let (gated, added) = (matches!(other, Other::Gate(_)), matches!(other, Other::Residual(_)));
+    // what is absent is bound to something else and never touched
+    let z = match other {
+        Other::Nothing => x.clone(),
+        Other::Gate(z) | Other::Residual(z) => dense(z),
+    };
     let client = x.client.clone();
-    let out = empty(&x, &x.shape().iter().copied().collect::<Vec<_>>(), x.dtype);
-    let dtypes = [x.dtype.into(), gate.dtype.into(), weight.dtype.into()];
-    // SAFETY: x, gate and out hold `rows.count` rows of `rows.width` elements and the weight `groups` of them; all are dense
+    let shape = x.shape().iter().copied().collect::<Vec<_>>();
+    let out = empty(&x, &shape, x.dtype);
+    let sum = added.then(|| empty(&x, &shape, x.dtype));
+    let dtypes = [x.dtype.into(), z.dtype.into(), weight.dtype.into()];
+    // SAFETY: x, z, out and sum hold `rows.count` rows of `rows.width` elements and the weight `groups` of them; all are dense
     // and aligned, and the number of teams is a multiple of the groups.
     unsafe {
         forward_kernel::launch_unchecked(
@@ -193,9 +221,10 @@ pub fn forward(
             rows.cube_dim,
             rows.vector,
             x.into_tensor_arg(),
-            gate.into_tensor_arg(),
+            z.into_tensor_arg(),
             weight.into_tensor_arg(),
             out.clone().into_tensor_arg(),
+            sum.as_ref().unwrap_or(&out).clone().into_tensor_arg(),
             rows.count,
             rows.vectors(),
             groups,
@@ -204,18 +233,21 @@ pub fn forward(
             rows.items,
             rows.planes,
             gated,
+            added,
             round_before_weight,
             dtypes,
         );
     }
-    out
+    (out, sum)
 }
 
-/// Gradients of x, the gate and the weight; `grad` has the dtype of `x`.
+/// Gradients of x, the gate and the weight; `grad` and `so_far`, which is added to the gradient of x of a norm without gate, have
+/// the dtype of `x`.
 pub fn backward(
     grad: CudaTensor,
     x: CudaTensor,
     gate: Option<CudaTensor>,
+    so_far: Option<CudaTensor>,
     weight: CudaTensor,
     groups: usize,
     eps: f32,
@@ -227,6 +259,8 @@ pub fn backward(
     let grad_x = empty(&x, &shape, x.dtype);
     let grad_gate = gate.as_ref().map(|gate| empty(&x, &shape, gate.dtype));
     let gate = gate.map_or_else(|| x.clone(), dense);
+    let added = so_far.is_some();
+    let so_far = so_far.map_or_else(|| grad.clone(), dense);
     let parts = empty(&x, &[rows.teams() / groups, groups * rows.width], burn_backend::DType::F32);
     let weight_dtype = weight.dtype;
     let dtypes = [x.dtype.into(), gate.dtype.into(), weight.dtype.into()];
@@ -241,6 +275,7 @@ pub fn backward(
             x.into_tensor_arg(),
             gate.into_tensor_arg(),
             weight.into_tensor_arg(),
+            so_far.into_tensor_arg(),
             grad_x.clone().into_tensor_arg(),
             grad_gate.as_ref().unwrap_or(&grad_x).clone().into_tensor_arg(),
             parts.clone().into_tensor_arg(),
@@ -252,6 +287,7 @@ pub fn backward(
             rows.items,
             rows.planes,
             grad_gate.is_some(),
+            added,
             dtypes,
         );
     }
@@ -268,11 +304,17 @@ pub(super) fn variants() -> Vec<String> {
     let dtypes = [narrow, narrow, f32::as_type_native_unchecked().storage_type()];
     let mut sources = Vec::new();
     // wide rows of several planes, and the narrow groups of Mamba-2
-    for (gated, items, planes, cube_dim) in [(false, 3, 8, CubeDim::new_2d(256, 1)), (true, 4, 1, CubeDim::new_2d(32, 8))] {
+    let (wide, narrow_rows) = (CubeDim::new_2d(256, 1), CubeDim::new_2d(32, 8));
+    for (gated, added, items, planes, cube_dim) in [
+        (false, false, 3, 8, wide),
+        (false, true, 3, 8, wide),
+        (true, false, 4, 1, narrow_rows),
+    ] {
         for round_before_weight in [false, true] {
             let mut p = Parameters::new();
             let [x, z] = [(); 2].map(|()| p.input::<Vector<bf16, N>>());
-            let (w, out) = (p.input::<Vector<f32, N>>(), p.output::<Vector<bf16, N>>());
+            let w = p.input::<Vector<f32, N>>();
+            let [out, sum] = [(); 2].map(|()| p.output::<Vector<bf16, N>>());
             let [rows, vectors, groups] = [(); 3].map(|()| p.scalar::<usize>());
             let [width, eps] = [(); 2].map(|()| p.scalar::<f32>());
             forward_kernel::expand::<bf16, bf16, f32, N>(
@@ -282,6 +324,7 @@ pub(super) fn variants() -> Vec<String> {
                 z,
                 w,
                 out,
+                sum,
                 rows,
                 vectors,
                 groups,
@@ -290,6 +333,7 @@ pub(super) fn variants() -> Vec<String> {
                 items,
                 planes,
                 gated,
+                added,
                 round_before_weight,
                 dtypes,
             );
@@ -298,6 +342,7 @@ pub(super) fn variants() -> Vec<String> {
         let mut p = Parameters::new();
         let [grad, x, z] = [(); 3].map(|()| p.input::<Vector<bf16, N>>());
         let w = p.input::<Vector<f32, N>>();
+        let so_far = p.input::<Vector<bf16, N>>();
         let [grad_x, grad_z] = [(); 2].map(|()| p.output::<Vector<bf16, N>>());
         let parts = p.output::<Vector<f32, N>>();
         let [rows, vectors, groups] = [(); 3].map(|()| p.scalar::<usize>());
@@ -309,6 +354,7 @@ pub(super) fn variants() -> Vec<String> {
             x,
             z,
             w,
+            so_far,
             grad_x,
             grad_z,
             parts,
@@ -320,6 +366,7 @@ pub(super) fn variants() -> Vec<String> {
             items,
             planes,
             gated,
+            added,
             dtypes,
         );
         sources.push(p.source("rms_norm_backward", cube_dim));
