@@ -466,7 +466,7 @@ pub trait MoeBackend: Backend {
     }
 
     /// [`MoeBackend::adamw_step`] with moments in 8 bits, arithmetic in fp32. The moments are rounded at random, by
-    /// `stochastic_rounding` (or the step) as the seed where the backend has a kernel.
+    /// `stochastic_rounding` (or the step) as the seed: the same numbers on every device.
     fn adamw8_step(
         state: AdamW8Prim<Self>,
         grad: FloatTensor<Self>,

@@ -52,7 +52,7 @@ fn train(config: &str, ep: &EpGroup, recompute: Recompute, ignored: &[usize]) ->
             model = optimizer.step::<Train, _>(model.clone(), &mut grads, LEARNING_RATE, 1.0).unwrap();
             Step {
                 loss: loss[0] / labels,
-                balance: stats.balance,
+                balance: stats.balance.and_then(|balance| balance.into_data().iter::<f64>().next()),
                 norm,
                 grads: values,
             }

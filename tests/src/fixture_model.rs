@@ -86,7 +86,8 @@ pub fn gradients(model: &Model, fixture: &Fixture, recompute: Recompute, grads: 
     let stats = forward_backward(model, &batch, &Device::default(), &settings, grads, &mut no_hook).expect("a step");
     let sum = stats.cross_entropy_sum.into_data().iter::<f64>().next().expect("one value");
     let coefficient = model.aux_loss().map_or(0.0, |aux| aux.coefficient);
-    (sum / items + coefficient * stats.balance.unwrap_or(0.0), stats.balance)
+    let balance = stats.balance.and_then(|balance| balance.into_data().iter::<f64>().next());
+    (sum / items + coefficient * balance.unwrap_or(0.0), balance)
 }
 
 /// Optimizer settings of the reference.

@@ -4,9 +4,9 @@ use burn::tensor::FloatDType;
 use burn_ep_backend::host_reads;
 use burn_moe::backend::{Device, Train};
 use burn_moe::batch::HostBatch;
-use burn_moe::train::{Trainer, TrainerConfig};
+use burn_moe::train::{Recompute, Trainer, TrainerConfig};
 use burn_moe_models::benchmark::Preset;
-use burn_moe_models::{AutoModelForCausalLm, FromConfigOptions};
+use burn_moe_models::{AutoConfig, AutoModelForCausalLm, FromConfigOptions};
 
 /// A preset whose widths fit the fast kernels, in bf16.
 fn trainer(preset: &str, steps: u64) -> Trainer<Train, AutoModelForCausalLm<Train>> {
@@ -47,6 +47,37 @@ fn a_step_waits_for_the_device_once() {
         assert_eq!(reads(&[batch(32, 0)]), 3, "{preset}");
         assert_eq!(reads(&[batch(32, 1)]), 1, "{preset}");
         assert_eq!(reads(&[batch(32, 2), batch(48, 3)]), 1, "{preset}: two micro-batches");
+    }
+}
+
+/// The auxiliary losses stay on the device, too, whatever is recomputed.
+#[test]
+fn auxiliary_losses_are_read_with_the_rest() {
+    let config = Preset::find("tiny_qwen3_moe").unwrap().config(None, None).unwrap();
+    let AutoConfig::Sparse(mut config) = config else {
+        panic!("a sparse decoder")
+    };
+    config.output_router_logits = true;
+    let config = AutoConfig::Sparse(config);
+    for recompute in [Recompute::None, Recompute::All, Recompute::KeepEvery(2)] {
+        let model = AutoModelForCausalLm::<Train>::from_config(&config, &FromConfigOptions::default(), &Device::default()).unwrap();
+        let settings = TrainerConfig {
+            z_loss: 1e-3,
+            recompute,
+            ..TrainerConfig::default()
+        };
+        let mut trainer = Trainer::<Train, _>::new(model, settings, Device::default(), None).unwrap();
+        for (step, expected) in [(0, 3), (1, 1)] {
+            let before = host_reads();
+            let report = trainer.train_step(&[batch(32, step), batch(16, step)]).unwrap();
+            assert_eq!(host_reads() - before, expected, "{recompute:?}");
+            // Two of eight experts: 2 when they share the work evenly, and ln 8 squared for a router that knows nothing.
+            let (balance, z) = (report.balance_loss.unwrap(), report.z_loss.unwrap());
+            assert!(
+                (1.9..3.0).contains(&balance) && (3.0..6.0).contains(&z),
+                "{recompute:?}: {balance} {z}"
+            );
+        }
     }
 }
 

@@ -46,7 +46,10 @@ pub(crate) fn add_rms_norm(x: FlexTensor, residual: FlexTensor, weight_d: FlexTe
             normalise(sum_d, &w_d, out_d, y_dtype, desc.eps);
         });
     let shape = x.layout().shape();
-    (float_tensor(sum_rd, shape.clone(), dtype), float_tensor(out_rd, shape.clone(), dtype))
+    (
+        float_tensor(sum_rd, shape.clone(), dtype),
+        float_tensor(out_rd, shape.clone(), dtype),
+    )
 }
 
 /// Dtype of `x / rms` before it meets the weight.
@@ -81,7 +84,9 @@ pub(crate) fn backward(
     let (grad_rd, x_rd, w_d) = (f32s(&grad), f32s(&x), f32s(&weight_d));
     let width = w_d.len();
     // Starts from what else flows into x.
-    let mut dx_rd = grad_x.as_ref().map_or_else(|| vec![0.0; x_rd.len()], |grad_x| f32s(grad_x).into_owned());
+    let mut dx_rd = grad_x
+        .as_ref()
+        .map_or_else(|| vec![0.0; x_rd.len()], |grad_x| f32s(grad_x).into_owned());
     dx_rd
         .par_chunks_mut(width)
         .zip(x_rd.par_chunks(width).zip(grad_rd.par_chunks(width)))

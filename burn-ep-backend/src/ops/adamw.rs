@@ -96,11 +96,16 @@ pub(crate) fn stochastic_bf16(value: f32, seed: u32, tensor: Rounded, index: usi
     if !value.is_finite() {
         return burn_std::bf16::from_f32(value);
     }
+    let noise = rounding_noise(seed, tensor, index);
+    burn_std::bf16::from_bits(((value.to_bits() + (noise & 0xffff)) >> 16) as u16)
+}
+
+/// 32 random bits for an element: a function of its arguments, the same on every device.
+pub(crate) fn rounding_noise(seed: u32, tensor: Rounded, index: usize) -> u32 {
     let mut x = (index as u32).wrapping_mul(0x9e37_79b1) ^ seed ^ (tensor as u32).wrapping_mul(0x85eb_ca77);
     x = (x ^ (x >> 16)).wrapping_mul(0x7feb_352d);
     x = (x ^ (x >> 15)).wrapping_mul(0x846c_a68b);
-    x ^= x >> 16;
-    burn_std::bf16::from_bits(((value.to_bits() + (x & 0xffff)) >> 16) as u16)
+    x ^ (x >> 16)
 }
 
 /// The decimal number a setting was written as: `0.999` rather than `0.99900001`, whose complement is off by 1e-5.

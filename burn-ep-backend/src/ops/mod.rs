@@ -18,7 +18,7 @@ mod rope;
 mod route;
 mod ssd_scan;
 
-pub(crate) use adamw::{AdamWFactors, Rounded, stochastic_bf16};
+pub(crate) use adamw::{AdamWFactors, Rounded, rounding_noise, stochastic_bf16};
 pub use adamw::{AdamWState, adamw_step};
 pub use attention::{Attention, AttentionMask, attention};
 pub use causal_conv1d::causal_conv1d;

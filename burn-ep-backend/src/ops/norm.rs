@@ -32,7 +32,13 @@ pub fn add_rms_norm<B: MoeBackend, const R: usize>(
     check::shape(op, "weight", weight_d.dims(), [d], "[D]")?;
     let dtypes = (residual.dtype(), x.dtype());
     let found = format!("{:?}", dtypes.0);
-    check::setting(op, "dtype of residual", dtypes.0 == dtypes.1, found, format!("that of x, {:?}", dtypes.1))?;
+    check::setting(
+        op,
+        "dtype of residual",
+        dtypes.0 == dtypes.1,
+        found,
+        format!("that of x, {:?}", dtypes.1),
+    )?;
     let (sum, out) = B::add_rms_norm(check::float(x), check::float(residual), check::float(weight_d), desc);
     Ok((check::tensor(sum), check::tensor(out)))
 }
@@ -87,7 +93,10 @@ mod tests {
         };
         let refusals = [
             (rms_norm(x(), weight(5), &desc), "`weight`"),
-            (add_rms_norm(x(), x().slice([0..1]), weight(6), &desc).map(|(sum, _)| sum), "`residual`"),
+            (
+                add_rms_norm(x(), x().slice([0..1]), weight(6), &desc).map(|(sum, _)| sum),
+                "`residual`",
+            ),
             (add_rms_norm(x(), x(), weight(5), &desc).map(|(sum, _)| sum), "`weight`"),
             (
                 add_rms_norm(x(), x().cast(DType::F64), weight(6), &desc).map(|(sum, _)| sum),

@@ -7,13 +7,14 @@
 
 use burn_backend::tensor::{FloatTensor, IntTensor};
 use burn_backend::{Backend, DType, IntDType, Shape, TensorMetadata};
-use burn_tensor::{Distribution, Int, Tensor};
+use burn_tensor::{Int, Tensor, TensorData};
 
 use super::adamw::adamw_step;
 use super::prim::{primitive, tensor};
 use crate::backend::MoeBackend;
 use crate::backend::{AdamW8Prim, AdamWPrim, Block8Prim};
 use crate::desc::AdamWDesc;
+use crate::ops::{Rounded, rounding_noise};
 
 /// Elements that share a scale.
 pub const BLOCK: usize = 256;
@@ -46,8 +47,9 @@ fn in_blocks<B: Backend>(values: Tensor<B, 1>) -> Tensor<B, 2> {
     padded.reshape([blocks, BLOCK])
 }
 
-/// Codes and scales of `values` (any shape, read as fp32); to the nearest code unless `random`.
-pub fn encode<B: Backend>(values: FloatTensor<B>, signed: bool, random: bool) -> Block8Prim<B> {
+/// Codes and scales of `values` (any shape, read as fp32): at random by a seed, for second moments other numbers than for first
+/// ones, or without a seed to the nearest code.
+pub fn encode<B: Backend>(values: FloatTensor<B>, signed: bool, seed: Option<u32>) -> Block8Prim<B> {
     let n = values.shape().num_elements();
     let x = in_blocks(tensor::<B, 1>(B::float_reshape(values, Shape::new([n]))).cast(DType::F32));
     let size = x.clone().abs();
@@ -62,9 +64,15 @@ pub fn encode<B: Backend>(values: FloatTensor<B>, signed: bool, random: bool) ->
     let gap = above - below.clone();
     let full = gap.clone().lower_equal_elem(0.0);
     let share = ((r - below) / gap.mask_fill(full.clone(), 1.0)).mask_fill(full, 0.0);
-    let threshold = match random {
-        true => share.random_like(Distribution::Uniform(0.0, 1.0)),
-        false => share.zeros_like() + 0.5,
+    let threshold = match seed {
+        Some(seed) => {
+            let tensor = if signed { Rounded::M } else { Rounded::V };
+            let uniform = |index| (rounding_noise(seed, tensor, index) >> 8) as f32 / (1 << 24) as f32;
+            let [blocks, _] = share.dims();
+            let uniform: Vec<f32> = (0..blocks * BLOCK).map(uniform).collect();
+            Tensor::from_data(TensorData::new(uniform, [blocks, BLOCK]), (&share.device(), DType::F32))
+        }
+        None => share.zeros_like() + 0.5,
     };
     let mut code = low + threshold.lower(share).float();
     if signed {
@@ -99,7 +107,7 @@ pub fn decode<B: Backend>(block: Block8Prim<B>, signed: bool, shape: Shape) -> F
     B::float_reshape(primitive::<B, 1>(flat), shape)
 }
 
-/// See [`MoeBackend::adamw8_step`]. The random numbers are the backend's own.
+/// See [`MoeBackend::adamw8_step`].
 pub fn adamw8_step<B: MoeBackend>(
     state: AdamW8Prim<B>,
     grad: FloatTensor<B>,
@@ -107,6 +115,7 @@ pub fn adamw8_step<B: MoeBackend>(
     desc: &AdamWDesc,
 ) -> AdamW8Prim<B> {
     let shape = grad.shape();
+    let seed = Some(desc.stochastic_rounding.unwrap_or(desc.step as u32));
     let plain = AdamWPrim {
         param: state.param,
         m: decode::<B>(state.m, true, shape.clone()),
@@ -116,8 +125,8 @@ pub fn adamw8_step<B: MoeBackend>(
     let AdamWPrim { param, m, v, master } = adamw_step::<B>(plain, grad, grad_scale, desc);
     AdamW8Prim {
         param,
-        m: encode::<B>(m, true, true),
-        v: encode::<B>(v, false, true),
+        m: encode::<B>(m, true, seed),
+        v: encode::<B>(v, false, seed),
         master,
     }
 }
@@ -143,14 +152,14 @@ mod tests {
         let signed: Vec<f64> = (0..600).map(|i| (f64::from(i) * 0.7).sin() * 10f64.powi(-(i % 4))).collect();
         let positive: Vec<f64> = (0..600).map(|i| 10f64.powi(-(i % 9)) * (1.0 + f64::from(i) / 600.0)).collect();
         for (values, is_signed) in [(signed, true), (positive, false)] {
-            let block = encode::<Flex>(flat(&values), is_signed, false);
+            let block = encode::<Flex>(flat(&values), is_signed, None);
             let found = read(decode::<Flex>(block.clone(), is_signed, Shape::new([600])));
             for (i, (f, v)) in found.iter().zip(&values).enumerate() {
                 // Half the gap of 2^(1/8), and what lies below the last code of its block.
                 let smallest = 2f64.powi(-15) * if is_signed { 1.0 } else { 2f64.powi(-15) };
                 assert!((f - v).abs() <= 0.046 * v.abs() + smallest, "{i}: {f} for {v}");
             }
-            let again = encode::<Flex>(flat(&found), is_signed, false);
+            let again = encode::<Flex>(flat(&found), is_signed, None);
             assert_eq!(read(decode::<Flex>(again, is_signed, Shape::new([600]))), found);
         }
     }
@@ -158,11 +167,11 @@ mod tests {
     #[test]
     fn zeros_stay_zero_and_small_second_moments_do_not_become_zero() {
         let values = [0.0, 1.0, 1e-30, 0.0];
-        for random in [false, true] {
-            let found = read(decode::<Flex>(encode::<Flex>(flat(&values), false, random), false, Shape::new([4])));
+        for seed in [None, Some(3)] {
+            let found = read(decode::<Flex>(encode::<Flex>(flat(&values), false, seed), false, Shape::new([4])));
             assert_eq!([found[0], found[1], found[3]], [0.0, 1.0, 0.0]);
             assert!(found[2] > 0.0);
-            let zeros = encode::<Flex>(flat(&[0.0; 300]), true, random);
+            let zeros = encode::<Flex>(flat(&[0.0; 300]), true, seed);
             assert_eq!(read(decode::<Flex>(zeros, true, Shape::new([300]))), [0.0; 300]);
         }
     }
@@ -195,8 +204,8 @@ mod tests {
         };
         let mut small = AdamW8Prim::<Flex> {
             param: zeros(),
-            m: encode::<Flex>(zeros(), true, false),
-            v: encode::<Flex>(zeros(), false, false),
+            m: encode::<Flex>(zeros(), true, None),
+            v: encode::<Flex>(zeros(), false, None),
             master: None,
         };
         for step in 1..=200 {

@@ -21,9 +21,11 @@ fn ids<B: Backend>(values: &[i32], shape: [usize; 2]) -> Tensor<B, 2, Int> {
     Tensor::from_data(TensorData::new(values.to_vec(), shape), &Default::default())
 }
 
-/// Ids from 0 to below `n`, some of them often.
+/// Ids from 0 to below `n`, the last of them often and some not at all.
 fn skewed(count: usize, n: usize) -> Vec<i32> {
-    (0..count).map(|i| if i % 3 == 0 { 1 } else { (i * i * 7 % n) as i32 }).collect()
+    (0..count)
+        .map(|i| (if i % 3 == 0 { n - 1 } else { i * i * 7 % n }) as i32)
+        .collect()
 }
 
 #[test]

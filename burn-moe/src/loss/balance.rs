@@ -11,6 +11,7 @@
 //! once `f` is known from the forward pass of all blocks; that is how the segmented step uses it.
 
 use burn::tensor::activation::softmax;
+use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, FloatDType, Int, Tensor, TensorData};
 use burn_ep_backend::comm::CommHandle;
 use burn_ep_backend::{MoeBackend, RouterDesc, ops};
@@ -72,47 +73,47 @@ impl<B: MoeBackend> BalanceStats<B> {
         Ok(())
     }
 
-    /// The loss of this micro-batch; with `comm`, of the same micro-batch on all its ranks together. Reads from the device.
-    pub fn finish(self, comm: Option<&CommHandle>) -> Result<BalanceLoss> {
+    /// The loss of this micro-batch; with `comm`, of the same micro-batch on all its ranks together. What several ranks add up is
+    /// read from the device; on one rank nothing is.
+    pub fn finish(self, comm: Option<&CommHandle>, device: &B::Device) -> Result<BalanceLoss<B>> {
         let e = self.settings.num_experts;
-        let host = |sum: Option<Tensor<B, 1>>| match sum {
-            Some(sum) => sum.into_data().iter::<f64>().collect(),
-            None => vec![0.0; e],
-        };
-        let mut sums = host(self.counts_e);
-        sums.extend(host(self.probs_e));
-        sums.push(self.rows);
-        if let Some(comm) = comm {
+        let zeros = || Tensor::zeros([e], (device, DType::F32));
+        let (mut counts_e, mut probs_e) = (self.counts_e.unwrap_or_else(zeros), self.probs_e.unwrap_or_else(zeros));
+        let mut rows = self.rows;
+        if let Some(comm) = comm.filter(|comm| comm.get().world() > 1) {
+            let mut sums: Vec<f64> = Tensor::cat(vec![counts_e, probs_e], 0).into_data().iter::<f64>().collect();
+            sums.push(rows);
             comm.get().all_reduce_sum_f64(&mut sums)?;
+            rows = sums[2 * e];
+            let upload = |sums: &[f64]| Tensor::from_data(TensorData::new(sums.to_vec(), [e]), (device, DType::F32));
+            (counts_e, probs_e) = (upload(&sums[..e]), upload(&sums[e..2 * e]));
         }
-        let rows = sums[2 * e];
-        if rows == 0.0 {
-            return Ok(BalanceLoss {
-                value: 0.0,
-                weight_e: vec![0.0; e],
-            });
-        }
-        let weight_e: Vec<f64> = sums[..e].iter().map(|count| e as f64 * count / rows / rows).collect();
-        let value = weight_e.iter().zip(&sums[e..2 * e]).map(|(w, p)| w * p).sum();
-        Ok(BalanceLoss { value, weight_e })
+        let scale = if rows > 0.0 { e as f64 / rows / rows } else { 0.0 };
+        let weight_e = counts_e * scale;
+        Ok(BalanceLoss {
+            value: (weight_e.clone() * probs_e).sum(),
+            weight_e,
+        })
     }
 }
 
 /// A balance loss, ready to be added to the blocks' backward passes.
-#[derive(Debug, Clone, PartialEq)]
-pub struct BalanceLoss {
-    /// `L`, without coefficient. The perfectly balanced value is K.
-    pub value: f64,
-    /// `dL/dP^m_n[e] = E f_e / R` of every unmasked row.
-    weight_e: Vec<f64>,
+#[derive(Debug, Clone)]
+pub struct BalanceLoss<B: MoeBackend> {
+    /// `L`, without coefficient, `[1]` fp32. The perfectly balanced value is K.
+    pub value: Tensor<B, 1>,
+    /// `dL/dP^m_n[e] = E f_e / R` of every unmasked row, `[E]` fp32.
+    weight_e: Tensor<B, 1>,
 }
 
-impl BalanceLoss {
+impl<I: MoeBackend> BalanceLoss<I> {
     /// The part of `coefficient * L` that one block's logits carry, `[1]` fp32: its gradient for the logits is that of L.
-    pub fn term<B: MoeBackend>(&self, logits_te: Tensor<B, 2>, mask_t: Option<&Tensor<B, 1>>, coefficient: f64) -> Tensor<B, 1> {
-        let weights: Vec<f32> = self.weight_e.iter().map(|w| (w * coefficient) as f32).collect();
-        let weight_1e = Tensor::<B, 2>::from_data(TensorData::new(weights, [1, self.weight_e.len()]), &logits_te.device());
-        (masked(probabilities(logits_te), mask_t) * weight_1e.cast(FloatDType::F32)).sum()
+    pub fn term<B>(&self, logits_te: Tensor<B, 2>, mask_t: Option<&Tensor<B, 1>>, coefficient: f64) -> Tensor<B, 1>
+    where
+        B: MoeBackend + AutodiffBackend<InnerBackend = I>,
+    {
+        let weight_1e = Tensor::from_inner(self.weight_e.clone() * coefficient).unsqueeze::<2>();
+        (masked(probabilities(logits_te), mask_t) * weight_1e).sum()
     }
 }
 

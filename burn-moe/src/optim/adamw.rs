@@ -313,7 +313,7 @@ impl<B: MoeBackend> AdamW<B> {
     fn in_eight_bits(&self, state: AdamWMoments<B>) -> Moments8<B> {
         let shape = state.m.shape();
         let device = B::float_device(&state.m);
-        let encode = |(values, signed)| adamw8::encode::<B>(values, signed, false);
+        let encode = |(values, signed)| adamw8::encode::<B>(values, signed, None);
         Moments8 {
             step: state.step,
             m: B::memory_persistent_allocations(&device, (state.m, true), encode),

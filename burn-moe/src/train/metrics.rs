@@ -118,8 +118,9 @@ impl fmt::Display for StepReport {
 pub(super) struct StepSums<B: MoeBackend> {
     cross_entropy: Option<Tensor<B, 1>>,
     load: Vec<Option<Tensor<B, 1>>>,
-    balance: Vec<f64>,
-    z: Vec<f64>,
+    balance: Option<Tensor<B, 1>>,
+    z: Option<Tensor<B, 1>>,
+    micro_batches: usize,
 }
 
 /// Host values of [`StepSums`], over all ranks.
@@ -138,8 +139,9 @@ impl<B: MoeBackend> StepSums<B> {
         Self {
             cross_entropy: None,
             load: Vec::new(),
-            balance: Vec::new(),
-            z: Vec::new(),
+            balance: None,
+            z: None,
+            micro_batches: 0,
         }
     }
 
@@ -155,22 +157,32 @@ impl<B: MoeBackend> StepSums<B> {
                 *sum = Some(plus(sum.take(), new));
             }
         }
-        self.balance.extend(stats.balance);
-        self.z.extend(stats.z_loss);
+        for (sum, new) in [(&mut self.balance, stats.balance), (&mut self.z, stats.z_loss)] {
+            if let Some(new) = new {
+                *sum = Some(plus(sum.take(), new));
+            }
+        }
+        self.micro_batches += 1;
     }
 
-    /// Cross entropy so far, `[1]`; None before the first micro-batch.
-    pub fn cross_entropy(&self) -> Option<&Tensor<B, 1>> {
-        self.cross_entropy.as_ref()
+    /// The sum of all losses so far, `[1]`: not finite when one of them is not. None before the first micro-batch.
+    pub fn all_losses(&self) -> Option<Tensor<B, 1>> {
+        let wide = |loss: &Tensor<B, 1>| loss.clone().cast(FloatDType::F32);
+        let losses = [&self.cross_entropy, &self.balance, &self.z].into_iter().flatten().map(wide);
+        losses.reduce(|sum, loss| sum + loss)
     }
 
     /// Reads the sums from the device, all in one transfer, and adds them up over ranks. `local` comes along in that transfer
     /// and is returned as it is.
     pub fn totals(self, ep: Option<&EpGroup>, local: Option<Tensor<B, 1>>) -> Result<(StepTotals, Vec<f64>)> {
         let widths: Vec<Option<usize>> = self.load.iter().map(|l| l.as_ref().map(|l| l.dims()[0])).collect();
-        let with_cross_entropy = self.cross_entropy.is_some();
+        let losses = [self.cross_entropy, self.balance, self.z];
+        let present = losses.each_ref().map(Option::is_some);
         let count = local.as_ref().map_or(0, |local| local.dims()[0]);
-        let parts = local.into_iter().chain(self.cross_entropy).chain(self.load.into_iter().flatten());
+        let parts = local
+            .into_iter()
+            .chain(losses.into_iter().flatten())
+            .chain(self.load.into_iter().flatten());
         let mut parts: Vec<Tensor<B, 1>> = parts.collect();
         if parts.iter().any(|part| part.dtype() == DType::F64) {
             parts = parts.into_iter().map(|part| part.cast(FloatDType::F64)).collect();
@@ -180,28 +192,22 @@ impl<B: MoeBackend> StepSums<B> {
             false => Tensor::cat(parts, 0).into_data().iter::<f64>().collect(),
         };
         let mut values = local.split_off(count);
-        let mean = |losses: &[f64]| losses.iter().sum::<f64>() / losses.len().max(1) as f64;
-        values.extend([mean(&self.balance), mean(&self.z)]);
         let mut world = 1.0;
         if let Some(ep) = ep.filter(|ep| ep.size() > 1) {
             ep.comm().get().all_reduce_sum_f64(&mut values)?;
             world = ep.size() as f64;
         }
-        let z = values.pop().unwrap_or(f64::NAN) / world;
-        let balance = values.pop().unwrap_or(f64::NAN) / world;
         let mut values = values.into_iter();
+        let [cross_entropy, balance, z] = present.map(|present| present.then(|| values.next().unwrap_or(f64::NAN)));
+        let mean = |sum: f64| sum / self.micro_batches as f64 / world;
         let totals = StepTotals {
-            cross_entropy: if with_cross_entropy {
-                values.next().unwrap_or(f64::NAN)
-            } else {
-                0.0
-            },
+            cross_entropy: cross_entropy.unwrap_or(0.0),
             load: widths
                 .into_iter()
                 .map(|width| width.map(|width| values.by_ref().take(width).collect()))
                 .collect(),
-            balance: (!self.balance.is_empty()).then_some(balance),
-            z: (!self.z.is_empty()).then_some(z),
+            balance: balance.map(mean),
+            z: z.map(mean),
         };
         Ok((totals, local))
     }
@@ -231,7 +237,7 @@ mod tests {
         for i in [1.0, 2.0] {
             sums.add(MicroBatchStats {
                 cross_entropy_sum: tensor(&[10.0 * i]),
-                balance: Some(f64::from(i)),
+                balance: Some(tensor(&[i])),
                 z_loss: None,
                 expert_load: vec![Some(tensor(&[i, 0.0])), None, Some(tensor(&[1.0, 2.0, 3.0]))],
             });

@@ -10,7 +10,8 @@
 //!
 //! After each backward the gradients of the segment's parameters move into the [`GradStore`].
 
-use burn::tensor::{Int, Tensor, TensorData};
+use burn::tensor::backend::AutodiffBackend;
+use burn::tensor::{DType, Int, Tensor, TensorData};
 use burn_ep_backend::comm::{CommHandle, EpGroup};
 use burn_ep_backend::ops::inject_gradient;
 use burn_ep_backend::{CrossEntropyDesc, MoeBackend};
@@ -67,10 +68,10 @@ impl StepSettings {
 pub struct MicroBatchStats<B: MoeBackend> {
     /// `[1]` fp32: cross entropy of this rank's tokens, summed, not yet divided by anything.
     pub cross_entropy_sum: Tensor<B, 1>,
-    /// Balance loss without coefficient, as it enters the total with `coefficient * micro_batch_weight`.
-    pub balance: Option<f64>,
-    /// Router z-loss, the mean over MoE layers and tokens.
-    pub z_loss: Option<f64>,
+    /// Balance loss `[1]` fp32 without coefficient, as it enters the total with `coefficient * micro_batch_weight`.
+    pub balance: Option<Tensor<B, 1>>,
+    /// Router z-loss `[1]` fp32, the mean over MoE layers and tokens.
+    pub z_loss: Option<Tensor<B, 1>>,
     /// Unmasked rows per expert `[E]` of this rank, for each block; None for blocks without router.
     pub expert_load: Vec<Option<Tensor<B, 1>>>,
 }
@@ -133,7 +134,7 @@ fn run<B: TrainBackend, M: TrainableLm<B>>(
     let forward = Forward::run(model, &input, batch, settings)?;
     check(ep)?;
     let Forward { blocks, x_bsd, routers } = forward;
-    let aux = routers.losses(settings)?;
+    let aux = routers.losses(settings, device)?;
 
     // Head and loss.
     let x = Tensor::<B, 3>::from_inner(x_bsd).require_grad();
@@ -306,26 +307,26 @@ impl<B: MoeBackend> RouterStats<B> {
     }
 
     /// The losses of this micro-batch and their weights in the total.
-    fn losses(self, settings: &StepSettings) -> Result<AuxLosses<B>> {
+    fn losses(self, settings: &StepSettings, device: &B::Device) -> Result<AuxLosses<B>> {
         let (comm, weight) = match settings.aux_scaling {
             AuxScaling::Average => (settings.comm(), settings.micro_batch_weight),
             AuxScaling::Reference => (None, 1.0),
         };
         let balance = match self.balance {
-            Some((stats, coefficient)) => Some((stats.finish(comm)?, coefficient * weight)),
+            Some((stats, coefficient)) => Some((stats.finish(comm, device)?, coefficient * weight)),
             None => None,
         };
         let z = if self.with_z {
-            let sum = self
-                .z_sum
-                .map_or(0.0, |sum| sum.into_data().iter::<f64>().next().unwrap_or(f64::NAN));
-            let mut sums = [sum, self.rows * self.routers as f64];
-            if let Some(comm) = settings.comm() {
+            let mut sum = self.z_sum.unwrap_or_else(|| Tensor::zeros([1], (device, DType::F32)));
+            let mut rows = self.rows * self.routers as f64;
+            if let Some(comm) = settings.comm().filter(|comm| comm.get().world() > 1) {
+                let mut sums = [sum.into_data().iter::<f64>().next().unwrap_or(f64::NAN), rows];
                 comm.get().all_reduce_sum_f64(&mut sums)?;
+                sum = Tensor::from_data(TensorData::new(vec![sums[0]], [1]), (device, DType::F32));
+                rows = sums[1];
             }
-            let [sum, rows] = sums;
             Some(ZLoss {
-                value: if rows > 0.0 { sum / rows } else { 0.0 },
+                value: sum * if rows > 0.0 { rows.recip() } else { 0.0 },
                 coefficient: settings.z_loss * settings.micro_batch_weight,
                 rows,
             })
@@ -340,22 +341,26 @@ impl<B: MoeBackend> RouterStats<B> {
     }
 }
 
-struct ZLoss {
-    value: f64,
+struct ZLoss<B: MoeBackend> {
+    /// `[1]` fp32.
+    value: Tensor<B, 1>,
     coefficient: f64,
     rows: f64,
 }
 
 struct AuxLosses<B: MoeBackend> {
     /// Loss and its factor in the total.
-    balance: Option<(BalanceLoss, f64)>,
-    z: Option<ZLoss>,
+    balance: Option<(BalanceLoss<B>, f64)>,
+    z: Option<ZLoss<B>>,
     expert_load: Vec<Option<Tensor<B, 1>>>,
 }
 
 impl<I: MoeBackend> AuxLosses<I> {
     /// Adds to a block's root what the auxiliary losses contribute through its router logits.
-    fn add_terms<B: TrainBackend>(&self, mut root: Tensor<B, 1>, logits_te: Tensor<B, 2>, mask_t: Option<&Tensor<B, 1>>) -> Tensor<B, 1> {
+    fn add_terms<B>(&self, mut root: Tensor<B, 1>, logits_te: Tensor<B, 2>, mask_t: Option<&Tensor<B, 1>>) -> Tensor<B, 1>
+    where
+        B: MoeBackend + AutodiffBackend<InnerBackend = I>,
+    {
         if let Some((loss, factor)) = &self.balance {
             root = root + loss.term(logits_te.clone(), mask_t, *factor);
         }

@@ -284,7 +284,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         lr: f64,
     ) -> Result<(StepTotals, f64)> {
         let squares = grads.squares(self.table.entries().iter().map(|info| info.id));
-        let scale = squares.clone().zip(sums.cross_entropy().cloned());
+        let scale = squares.clone().zip(sums.all_losses());
         let scale = scale.map(|(squares, loss)| clip_scale(squares, loss, self.config.max_grad_norm));
         self.update(grads, lr, scale);
         let (totals, squares) = sums.totals(None, squares)?;
