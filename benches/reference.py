@@ -1,11 +1,10 @@
 """The reference: whole training steps of transformers on one GPU, with the output format of the example `benchmark`.
 
     python3 benches/reference.py speed --preset qwen3_30b_a3b --layers 8 --batch 2 --setting default
-    python3 benches/reference.py export --model qwen3_moe --out FOLDER
-    python3 benches/reference.py train --folder FOLDER --dtype bf16
+    python3 benches/reference.py curve --model qwen3_moe --out FOLDER --dtypes fp32 bf16
 
-`speed` prints one JSON line. `export` writes a middle-sized model with random weights (a Hugging Face folder) and tokens for
-50 steps; `train` trains it and prints the loss of every step. Needs torch and transformers 5.
+`speed` prints one JSON line. `curve` writes a middle-sized model with random weights (a Hugging Face folder) and tokens for
+50 steps to the folder, trains it in every dtype and prints the loss of every step. Needs torch and transformers 5.
 """
 
 import argparse
@@ -19,10 +18,12 @@ import transformers
 from torch import nn
 from transformers import AutoModelForCausalLM
 
-# attention, expert implementation (None: the library's choice), torch.compile
+# attention, expert implementation (None: the library's choice), torch.compile. The library's attention is sdpa, but eager for GPT-OSS,
+# whose sinks sdpa does not have; flex_attention has them and never holds the scores.
 SETTINGS = {
-    "default": ("sdpa", None, False),
-    "compiled": ("sdpa", None, True),
+    "default": (None, None, False),
+    "compiled": (None, None, True),
+    "flex": ("flex_attention", None, False),
     "eager": ("eager", "eager", False),
 }
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -61,7 +62,11 @@ def preset(name, layers, experts):
         layers = layers or 61
         return transformers.DeepseekV3Config(vocab_size=129280, hidden_size=7168, num_hidden_layers=layers,
                                              first_k_dense_replace=min(3, layers - 1), n_routed_experts=experts or 256)
-    raise SystemExit(f"unknown preset {name}: qwen3_30b_a3b, nemotron3_nano, gpt_oss_20b or deepseek_v3")
+    if name == "qwen3_8b":
+        return transformers.Qwen3Config(vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=layers or 36,
+                                        num_attention_heads=32, num_key_value_heads=8, head_dim=128, max_position_embeddings=40960,
+                                        rms_norm_eps=1e-6, rope_theta=1e6, tie_word_embeddings=False)
+    raise SystemExit(f"unknown preset {name}: qwen3_30b_a3b, nemotron3_nano, gpt_oss_20b, deepseek_v3 or qwen3_8b")
 
 
 def middle(name):
@@ -124,9 +129,8 @@ def speed(args):
     attention, experts, compiled = SETTINGS[args.setting]
     config = preset(args.preset, args.layers, args.experts)
     config.use_cache = False
-    options = {"attn_implementation": attention}
-    if experts:
-        options["experts_implementation"] = experts
+    options = {"attn_implementation": attention, "experts_implementation": experts}
+    options = {name: value for name, value in options.items() if value}
     with torch.device("cuda"):
         model = AutoModelForCausalLM.from_config(config, dtype=DTYPES[args.dtype], **options)
     model.train()
@@ -163,6 +167,7 @@ def speed(args):
     peak = [torch.cuda.max_memory_allocated() / 2**30, torch.cuda.max_memory_reserved() / 2**30]
     print(json.dumps({
         "backend": f"transformers {transformers.__version__}, torch {torch.__version__}", "setting": args.setting,
+        "attention": model.config._attn_implementation, "experts": getattr(model.config, "_experts_implementation", None),
         "parameters": parameters, "tokens_per_step": tokens, "step": timing(seconds, tokens),
         "without_optimizer": timing(other, tokens), "peak_gib": peak, "losses": losses,
         "settings": {k: v for k, v in vars(args).items() if k != "run"},
@@ -183,25 +188,22 @@ def structured_tokens(vocab, shape, seed):
     return tokens
 
 
-def export(args):
+def curve(args):
+    torch.backends.cuda.matmul.allow_tf32 = False
     torch.manual_seed(args.seed)
-    config = middle(args.model)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     folder = pathlib.Path(args.out)
+    model = AutoModelForCausalLM.from_config(middle(args.model), dtype=torch.float32)
     model.save_pretrained(folder)
     # 64 tokens of the vocabulary: every pair is met often enough in 50 steps.
     tokens = structured_tokens(64, (args.steps, args.batch, args.seq), args.seed)
     tokens.astype("<i4").tofile(folder / "tokens.i32")
-    (folder / "tokens.json").write_text(json.dumps({"steps": args.steps, "batch": args.batch, "seq": args.seq}))
-
-
-def train(args):
-    torch.backends.cuda.matmul.allow_tf32 = False
-    folder = pathlib.Path(args.folder)
-    shape = json.loads((folder / "tokens.json").read_text())
-    tokens = np.fromfile(folder / "tokens.i32", dtype="<i4").reshape(shape["steps"], shape["batch"], shape["seq"])
     tokens = torch.tensor(tokens.astype(np.int64), device=args.device)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[args.dtype], attn_implementation="sdpa").to(args.device).train()
+    losses = {dtype: train(folder, tokens, dtype, args) for dtype in args.dtypes}
+    print(json.dumps({"steps": args.steps, "batch": args.batch, "seq": args.seq, "losses": losses}), flush=True)
+
+
+def train(folder, tokens, dtype, args):
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype], attn_implementation="sdpa").to(args.device).train()
     model.config.use_cache = False
     optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
     losses = []
@@ -211,8 +213,8 @@ def train(args):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        losses.append(loss.item())
-    print(json.dumps({"losses": losses}), flush=True)
+        losses.append(loss.detach())
+    return torch.stack(losses).tolist()
 
 
 def main():
@@ -233,19 +235,16 @@ def main():
     p.add_argument("--warmup", type=int, default=3)
     p.add_argument("--seed", type=int, default=0)
     p.add_argument("--lr", type=float, default=1e-5)
-    p = commands.add_parser("export")
-    p.set_defaults(run=export)
+    p = commands.add_parser("curve")
+    p.set_defaults(run=curve)
     p.add_argument("--model", default="qwen3_moe")
     p.add_argument("--out", required=True)
+    p.add_argument("--dtypes", nargs="+", choices=DTYPES, default=["fp32"])
+    p.add_argument("--device", default="cuda")
     p.add_argument("--steps", type=int, default=50)
     p.add_argument("--batch", type=int, default=4)
     p.add_argument("--seq", type=int, default=256)
     p.add_argument("--seed", type=int, default=0)
-    p = commands.add_parser("train")
-    p.set_defaults(run=train)
-    p.add_argument("--folder", required=True)
-    p.add_argument("--dtype", choices=DTYPES, default="fp32")
-    p.add_argument("--device", default="cuda")
     p.add_argument("--lr", type=float, default=1e-3)
     args = parser.parse_args()
     args.run(args)

@@ -2,9 +2,10 @@
 # Runs a bundle made by scripts/gpu_bundle.sh. Needs an NVIDIA driver and python; libraries and headers of CUDA are taken from
 # python's nvidia packages (those of torch, plus nvidia-cuda-cccl) or from CUDA_PATH.
 #
-#   run.sh [ops|parity|training|examples|bench|compare|curves]...    default: ops parity examples bench
-#   run.sh -- COMMAND...                                    a command of your own in the bundle's environment, in its bin folder
-#   PROFILE=FILE run.sh ...                                 with a table of the time of every kernel, after every step
+#   run.sh [ops|parity|training|examples|bench|compare|curves|products|experts|profile|sanitizer]...
+#                                                           default: ops parity training examples bench
+#   run.sh -- COMMAND...                                    a command of your own in the bundle's environment; $BENCHES is the
+#                                                           folder of the Python scripts
 #
 # Logs and RESULTS go to $OUT (default: ./results). LIMIT_<STAGE> in seconds replaces a stage's time limit.
 set -uo pipefail
@@ -24,7 +25,7 @@ else
   home=$here
 fi
 work=${BURN_MOE_WORK:-${TMPDIR:-/tmp}/burn-moe-gpu}
-mkdir -p "$work/cache" "$work/run"
+mkdir -p "$work/run"
 
 # One folder that looks like a CUDA toolkit to NVRTC, linked together from python's packages.
 if [ -z "${CUDA_PATH:-}" ]; then
@@ -46,20 +47,18 @@ print(":".join(libraries))
 PY
 )
 export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
-export BURN_MOE_FIXTURES=$home/fixtures BURN_MOE_ASSETS=$home/assets
+export BURN_MOE_FIXTURES=$home/fixtures BURN_MOE_ASSETS=$home/assets BENCHES=$home/benches
 export CUBECL_AUTOTUNE_LEVEL=${CUBECL_AUTOTUNE_LEVEL:-minimal}
-# Compiled kernels and tuning results outlive the process, and so do those of the driver.
+# Compiled kernels and tuning results outlive the process, and so do those of the driver. CubeCL finds kernels by name, so what it
+# keeps belongs to this bundle.
+cache=$work/cache/$(cat "$home"/bin/* | cksum | tr ' ' -)
 export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$work/cache/driver} CUDA_CACHE_MAXSIZE=${CUDA_CACHE_MAXSIZE:-4294967296}
 cat >"$work/run/cubecl.toml" <<TOML
 [compilation]
-cache = { file = "$work/cache" }
+cache = { file = "$cache" }
 [autotune]
-cache = { file = "$work/cache" }
+cache = { file = "$cache" }
 TOML
-# PROFILE=FILE: a table of all kernels after every step (each launch is waited for, so the step itself is slower).
-if [ -n "${PROFILE:-}" ]; then
-  printf '[profiling]\nlogger = { level = "basic", file = "%s" }\n' "$PROFILE" >>"$work/run/cubecl.toml"
-fi
 cd "$work/run" || exit 1
 
 if [ "${1:-}" = "--" ]; then
@@ -91,7 +90,7 @@ stage() {
 
 for part in "${@:-default}"; do
   case $part in
-    default) set -- ops parity examples bench ;;
+    default) set -- ops parity training examples bench ;;
   esac
 done
 for part in "$@"; do
@@ -109,9 +108,40 @@ for part in "$@"; do
       stage bench_qwen3 300 "$home/bin/benchmark" --preset qwen3_30b_a3b --layers 8 --batch 2
       stage bench_nano 300 "$home/bin/benchmark" --preset nemotron3_nano --layers 14 --batch 1
       ;;
-    compare) stage compare 900 python3 "$home/benches/compare.py" speed --benchmark "$home/bin/benchmark" --out "$results" ;;
-    curves) stage curves 600 python3 "$home/benches/compare.py" curves --benchmark "$home/bin/benchmark" --out "$results" ;;
-    *) echo "unknown part $part; parts: ops parity training examples bench compare curves" >&2; exit 2 ;;
+    # Ours and PyTorch's: dense products, expert layer. One test each, so that nothing else runs on the GPU.
+    products)
+      stage products 120 "$home/bin/gpu" --ignored --nocapture --exact dense::matmul_speed
+      stage torch_products 120 python3 "$home/benches/torch_matmul.py"
+      ;;
+    experts)
+      stage experts_speed 200 "$home/bin/gpu" --ignored --nocapture --exact experts_speed::experts_speed
+      stage torch_experts 200 python3 "$home/benches/torch_experts.py"
+      ;;
+    # Time of every kernel of a step, the largest first.
+    profile)
+      for model in "qwen3_30b_a3b --layers 8 --batch 4" "nemotron3_nano --layers 14 --batch 1"; do
+        name=profile_${model%% *}
+        rm -f "$results/$name.txt" "$results/$name.txt.products"
+        # shellcheck disable=SC2086
+        BURN_MOE_PROFILE=$results/$name.txt stage "$name" 240 \
+          "$home/bin/benchmark" --preset $model --skip-plain --warmup 2 --steps 2
+        python3 "$home/benches/kernel_table.py" "$results/$name.txt" --steps 4 >"$results/$name.md"
+        rm -f "$results/$name.txt" "$results/$name.txt.products"
+      done
+      ;;
+    # Every kernel once, at the smallest shapes of the tests, under the memory checker and the checker of shared memory races.
+    sanitizer)
+      tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null || true)
+      [ -n "$tool" ] || { echo "no compute-sanitizer: install the CUDA toolkit's" >&2; exit 2; }
+      for check in memcheck racecheck; do
+        stage "sanitizer_$check" 280 "$tool" --tool "$check" --error-exitcode 9 --print-limit 20 \
+          "$home/bin/gpu" sanitizer:: --test-threads=1 --nocapture
+      done
+      ;;
+    compare) stage compare 900 python3 "$home/benches/compare.py" speed --benchmark "$home/bin/benchmark" --out "$results" \
+      --deadline "${COMPARE_DEADLINE:-800}" ${COMPARE_CASES:-} ;;
+    curves) stage curves 300 python3 "$home/benches/compare.py" curves --benchmark "$home/bin/benchmark" --out "$results" ;;
+    *) echo "unknown part $part; parts: ops parity training examples bench compare curves products experts profile sanitizer" >&2; exit 2 ;;
   esac
 done
 echo "logs: $results"

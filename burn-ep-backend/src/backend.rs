@@ -513,6 +513,9 @@ pub trait MoeBackend: Backend {
     /// Process-wide settings of the device, before its first use; later calls do nothing.
     fn prepare_device(_device: &Device<Self>) {}
 
+    /// Returns when all work so far has been handed to the device, without waiting for it to be done. For measurements.
+    fn flush(_device: &Device<Self>) {}
+
     /// A float tensor that stays for the whole run, in the data's dtype. Its rows are dense and its memory is apart from what
     /// comes and goes.
     fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {

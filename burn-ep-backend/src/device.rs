@@ -31,34 +31,60 @@ pub struct DeviceMemory {
 }
 
 #[cfg(feature = "cuda")]
+mod kernel_cache;
+
+#[cfg(feature = "cuda")]
 pub(crate) mod cuda {
     //! Settings of CubeCL and the counters of the CUDA memory pool.
 
     use std::sync::Once;
 
+    use cubecl::cuda::{CudaDevice, CudaRuntime};
     use cubecl_common::config::RuntimeConfig;
+    use cubecl_common::device::Device;
+    use cubecl_common::device_handle::DeviceHandle;
     use cubecl_runtime::config::CubeClRuntimeConfig;
+    use cubecl_runtime::config::cache::CacheConfig;
+    use cubecl_runtime::config::profiling::ProfilingLogLevel;
     use cubecl_runtime::config::streaming::StreamingConfig;
     use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute, CUmemoryPool};
 
-    use super::DeviceMemory;
+    use super::{DeviceMemory, kernel_cache};
+    use crate::kernels::profile;
 
-    /// Puts all threads of the process on one stream with one set of memory pools: data loaders and metrics would otherwise
-    /// open pools of their own. A number of streams given in `cubecl.toml` wins; after CubeCL's first use nothing changes.
-    pub fn use_one_stream() {
+    /// Settings of the process before CubeCL's first use; later nothing changes. What `cubecl.toml` sets wins.
+    ///
+    /// All threads share one stream with one set of memory pools: data loaders and metrics would otherwise open pools of their
+    /// own. Compiled kernels are kept on disk, see [`kernel_cache`]. A profile is written if one is asked for.
+    pub fn configure(ordinal: usize) {
         static ONCE: Once = Once::new();
         ONCE.call_once(|| {
             let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
             if config.streaming.max_streams == StreamingConfig::default().max_streams {
                 config.streaming.max_streams = 1;
             }
+            if config.compilation.cache.is_none() {
+                config.compilation.cache = kernel_cache::folder(ordinal).map(CacheConfig::File);
+            }
+            if let Some(file) = profile::file() {
+                config.profiling.logger.level = ProfilingLogLevel::Full;
+                config.profiling.logger.file = Some(file.clone());
+            }
             let mut current = CubeClRuntimeConfig::storage().lock();
             if current.is_none() {
                 *current = Some(std::sync::Arc::new(config));
             } else {
-                tracing::debug!("CubeCL was configured before: the number of streams stays");
+                tracing::debug!("CubeCL was configured before: its settings stay");
             }
         });
+    }
+
+    /// Waits for CubeCL's runner thread to have launched what it was given.
+    pub fn flush(device: &CudaDevice) {
+        type Server = <CudaRuntime as cubecl::Runtime>::Server;
+        if let Err(error) = DeviceHandle::<Server>::new(device.to_id()).submit_blocking(|_| ()) {
+            tracing::error!(?error, "CubeCL's runner thread did not answer");
+        }
     }
 
     fn pool(ordinal: usize) -> Option<CUmemoryPool> {

@@ -36,7 +36,7 @@ fn batch(seq: usize, seed: usize) -> HostBatch {
 
 #[test]
 fn a_step_waits_for_the_device_once() {
-    for preset in ["tiny_qwen3_moe", "tiny_nemotron_h"] {
+    for preset in ["tiny_qwen3_moe", "tiny_nemotron_h", "tiny_gpt_oss"] {
         let mut trainer = trainer(preset, 10);
         let mut reads = |micro_batches: &[HostBatch]| {
             let before = host_reads();
@@ -100,10 +100,20 @@ fn reports_name_speed_and_memory() {
     assert_eq!(again.update_seconds, report.update_seconds);
 }
 
-/// Buffers are reused: after the kernels are tuned, a step takes what the one before gave back.
+/// Buffers are reused: after the kernels are tuned, a step takes what the one before gave back. All threads of a process share
+/// the device's memory, so the test runs in a process of its own.
 #[cfg(feature = "cuda")]
 #[test]
 fn memory_stays_flat_over_200_steps() {
+    const ALONE: &str = "BURN_MOE_TEST_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        let name = "training::device::memory_stays_flat_over_200_steps";
+        let mut child = std::process::Command::new(std::env::current_exe().unwrap());
+        let done = child.args([name, "--exact", "--nocapture"]).env(ALONE, "1").output().unwrap();
+        let text = String::from_utf8_lossy(&done.stdout).into_owned() + &String::from_utf8_lossy(&done.stderr);
+        assert!(done.status.success() && text.contains("1 passed"), "{text}");
+        return;
+    }
     for preset in ["tiny_qwen3_moe", "tiny_nemotron_h"] {
         let mut trainer = trainer(preset, 200);
         let mut used = Vec::new();

@@ -27,7 +27,9 @@ pub fn by_path(grads: &GradStore<Inner>, table: &ParamTable) -> Grads {
     list
 }
 
+/// On CUDA ten times the tolerance: sums run in another order, as in `parity/harness.rs`.
 pub fn assert_close(got: &Grads, want: &Grads, tolerance: f32) {
+    let tolerance = if cfg!(feature = "cuda") { 10.0 * tolerance } else { tolerance };
     let names = |grads: &Grads| grads.iter().map(|(path, _)| path.clone()).collect::<Vec<_>>();
     assert_eq!(names(got), names(want));
     for ((path, got), (_, want)) in got.iter().zip(want) {

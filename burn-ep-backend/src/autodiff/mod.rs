@@ -216,6 +216,10 @@ impl<B: MoeBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
         B::prepare_device(device);
     }
 
+    fn flush(device: &Device<Self>) {
+        B::flush(device);
+    }
+
     fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {
         Self::from_inner(B::resident_from_data(data, device))
     }

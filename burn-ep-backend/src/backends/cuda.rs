@@ -439,8 +439,12 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         plain::adamw8::step::<Self>(state, grad, grad_scale, desc)
     }
 
-    fn prepare_device(_device: &Device<Self>) {
-        device::cuda::use_one_stream();
+    fn prepare_device(device: &Device<Self>) {
+        device::cuda::configure(device.index);
+    }
+
+    fn flush(device: &Device<Self>) {
+        device::cuda::flush(device);
     }
 
     fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {

@@ -156,6 +156,10 @@ impl<B: FusionBackend + MoeBackend> MoeBackend for Fusion<B> {
         B::prepare_device(device);
     }
 
+    fn flush(device: &Device<Self>) {
+        B::flush(device);
+    }
+
     fn device_memory(device: &Device<Self>) -> Option<DeviceMemory> {
         B::device_memory(device)
     }

@@ -401,6 +401,10 @@ impl<B: MoeBackend> MoeBackend for EpBackend<B> {
         B::prepare_device(device);
     }
 
+    fn flush(device: &Device<Self>) {
+        B::flush(device);
+    }
+
     fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {
         B::resident_from_data(data, device)
     }

@@ -11,5 +11,6 @@ pub mod init;
 pub mod mamba;
 #[cfg(test)]
 mod nvrtc;
+pub mod profile;
 pub mod raw;
 pub mod vendor;

@@ -26,6 +26,8 @@ pub struct RawKernel {
     key: u64,
     threads: u32,
     smem: usize,
+    /// What a profile calls it.
+    label: &'static str,
 }
 
 impl RawKernel {
@@ -39,6 +41,7 @@ impl RawKernel {
             entry,
             threads,
             smem,
+            label: entry,
         }
     }
 
@@ -50,16 +53,26 @@ impl RawKernel {
     /// Enqueue on the client's stream; errors surface at the next synchronisation, as with every CubeCL kernel.
     pub fn launch(&self, client: &Client, grid: u32, maps: Vec<TensorMapBinding>, buffers: &[&Handle], scalars: Vec<u64>) {
         let by_value = scalars.len();
+        let mut kernel = self.clone();
+        if super::profile::file().is_some() {
+            let mapped = maps.iter().map(|map| map.binding.size_in_used()).sum::<u64>();
+            let bytes = buffers.iter().map(|buffer| buffer.size_in_used()).sum::<u64>() + mapped;
+            kernel.label = super::profile::label(self.entry, grid, bytes);
+        }
         let args = KernelArguments::new()
             .with_buffers(buffers.iter().map(|h| (*h).clone().binding()).collect())
             .with_info(MetadataBindingInfo::new(scalars, by_value))
             .with_tensor_maps(maps);
         // SAFETY: the callers in this module pass buffers of the sizes that the kernel's contract names.
-        unsafe { client.launch_unchecked(Box::new(self.clone()), CubeCount::Static(grid, 1, 1), args) };
+        unsafe { client.launch_unchecked(Box::new(kernel), CubeCount::Static(grid, 1, 1), args) };
     }
 }
 
 impl KernelMetadata for RawKernel {
+    fn name(&self) -> &'static str {
+        self.label
+    }
+
     fn id(&self) -> KernelId {
         KernelId::new::<Self>()
             .cube_dim(CubeDim::new_1d(self.threads))

@@ -185,7 +185,7 @@ pub fn run(config: &BenchmarkConfig, progress: &mut dyn FnMut(&str)) -> Result<B
     let mut losses = Vec::new();
     let mut memory = None;
 
-    let mut plain = None;
+    let (mut plain, mut queued) = (None, Vec::new());
     if !config.skip_plain {
         progress("steps without optimizer");
         let step = |index: usize| {
@@ -196,7 +196,10 @@ pub fn run(config: &BenchmarkConfig, progress: &mut dyn FnMut(&str)) -> Result<B
                 ..StepSettings::new(batch.num_label_tokens() as f64)
             };
             let mut grads = GradStore::new();
+            let start = Instant::now();
             forward_backward(trainer.model(), batch, &device, &settings, &mut grads, &mut no_hook)?;
+            Train::flush(&device);
+            queued.push(start.elapsed().as_secs_f64());
             sync(&device)
         };
         plain = Some(timed(config, &device, step)?);
@@ -222,6 +225,7 @@ pub fn run(config: &BenchmarkConfig, progress: &mut dyn FnMut(&str)) -> Result<B
             loading,
             whole,
             plain,
+            queued: queued.split_off(queued.len().min(config.warmup)),
             memory,
             losses,
         },
@@ -340,7 +344,7 @@ mod tests {
 
     #[test]
     fn a_run_reports_every_number() {
-        for preset in ["tiny_qwen3_moe", "tiny_nemotron_h"] {
+        for preset in ["tiny_qwen3_moe", "tiny_nemotron_h", "tiny_gpt_oss"] {
             let config = BenchmarkConfig {
                 recompute: Recompute::KeepEvery(2),
                 ..tiny(preset)
@@ -356,6 +360,12 @@ mod tests {
             // ln 512 = 6.24 is the loss of a uniform guess.
             assert!((5.5..7.5).contains(&report.losses[0]), "{:?}", report.losses);
             assert!(whole.min_ms > 0.0 && whole.min_ms <= whole.median_ms);
+            let plain = report.without_optimizer.as_ref().unwrap();
+            assert!(
+                report
+                    .queued_ms
+                    .is_some_and(|queued| queued > 0.0 && queued <= plain.median_ms * 1.5)
+            );
             assert!((whole.tokens_per_second * whole.median_ms / 1e3 / 32.0 - 1.0).abs() < 1e-9);
             let flops = report.gflop_per_token * 1e9 * whole.tokens_per_second;
             assert!((flops / 1e12 / whole.tflops - 1.0).abs() < 1e-9 && (whole.tflops / 989.5 / whole.mfu - 1.0).abs() < 1e-9);

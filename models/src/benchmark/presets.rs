@@ -10,37 +10,24 @@ use crate::AutoConfig;
 pub struct Preset {
     pub name: &'static str,
     config: fn() -> Value,
-    /// Field that holds the number of routed experts.
-    experts: &'static str,
+    /// Field that holds the number of routed experts; None for dense models.
+    experts: Option<&'static str>,
+}
+
+const fn preset(name: &'static str, config: fn() -> Value, experts: Option<&'static str>) -> Preset {
+    Preset { name, config, experts }
 }
 
 /// Every preset. The `tiny` ones run on a CPU in seconds.
-pub const PRESETS: [Preset; 5] = [
-    Preset {
-        name: "qwen3_30b_a3b",
-        config: qwen3_30b_a3b,
-        experts: "num_experts",
-    },
-    Preset {
-        name: "nemotron3_nano",
-        config: nemotron3_nano,
-        experts: "n_routed_experts",
-    },
-    Preset {
-        name: "deepseek_v3",
-        config: deepseek_v3,
-        experts: "n_routed_experts",
-    },
-    Preset {
-        name: "tiny_qwen3_moe",
-        config: tiny_qwen3_moe,
-        experts: "num_experts",
-    },
-    Preset {
-        name: "tiny_nemotron_h",
-        config: tiny_nemotron_h,
-        experts: "n_routed_experts",
-    },
+pub const PRESETS: [Preset; 8] = [
+    preset("qwen3_30b_a3b", qwen3_30b_a3b, Some("num_experts")),
+    preset("nemotron3_nano", nemotron3_nano, Some("n_routed_experts")),
+    preset("gpt_oss_20b", gpt_oss_20b, Some("num_local_experts")),
+    preset("deepseek_v3", deepseek_v3, Some("n_routed_experts")),
+    preset("qwen3_8b", qwen3_8b, None),
+    preset("tiny_qwen3_moe", tiny_qwen3_moe, Some("num_experts")),
+    preset("tiny_nemotron_h", tiny_nemotron_h, Some("n_routed_experts")),
+    preset("tiny_gpt_oss", tiny_gpt_oss, Some("num_local_experts")),
 ];
 
 impl Preset {
@@ -58,7 +45,7 @@ impl Preset {
     /// Its config with the first `layers` layers and `experts` routed experts; None keeps the published number.
     ///
     /// # Errors
-    /// More layers than the model has, or numbers that its config refuses.
+    /// More layers than the model has, experts for a dense model, or numbers that its config refuses.
     pub fn config(self, layers: Option<usize>, experts: Option<usize>) -> Result<AutoConfig> {
         let Value::Object(mut fields) = (self.config)() else {
             unreachable!("every preset is an object")
@@ -66,8 +53,13 @@ impl Preset {
         if let Some(layers) = layers {
             cut_layers(&mut fields, layers)?;
         }
-        if let Some(experts) = experts {
-            fields.insert(self.experts.into(), experts.into());
+        match (experts, self.experts) {
+            (Some(experts), Some(field)) => drop(fields.insert(field.into(), experts.into())),
+            (Some(experts), None) => {
+                let expected = format!("nothing: {} has no routed experts", self.name);
+                return Err(Error::config("--experts", experts, expected));
+            }
+            (None, _) => {}
         }
         fields.insert("dtype".into(), "bfloat16".into());
         AutoConfig::from_text(Value::Object(fields).to_string())
@@ -120,6 +112,27 @@ fn nemotron3_nano() -> Value {
     })
 }
 
+fn gpt_oss_20b() -> Value {
+    json!({
+        "model_type": "gpt_oss", "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880, "num_hidden_layers": 24,
+        "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "sliding_window": 128, "attention_bias": true,
+        "num_local_experts": 32, "num_experts_per_tok": 4, "rms_norm_eps": 1e-5, "max_position_embeddings": 131_072,
+        "rope_theta": 150_000.0, "rope_scaling": {
+            "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+            "original_max_position_embeddings": 4096
+        },
+        "tie_word_embeddings": false
+    })
+}
+
+fn qwen3_8b() -> Value {
+    json!({
+        "model_type": "qwen3", "vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36,
+        "num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128, "max_position_embeddings": 40_960,
+        "rms_norm_eps": 1e-6, "rope_theta": 1e6, "tie_word_embeddings": false
+    })
+}
+
 fn deepseek_v3() -> Value {
     json!({
         "model_type": "deepseek_v3", "vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432,
@@ -149,13 +162,30 @@ fn tiny_nemotron_h() -> Value {
     })
 }
 
+fn tiny_gpt_oss() -> Value {
+    json!({
+        "model_type": "gpt_oss", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 4,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "sliding_window": 8, "num_local_experts": 8,
+        "num_experts_per_tok": 2, "max_position_embeddings": 512, "rope_theta": 150_000.0, "rope_scaling": {
+            "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
+            "original_max_position_embeddings": 128
+        }
+    })
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
 
     #[test]
     fn published_sizes() {
-        for (name, total) in [("qwen3_30b_a3b", 3053.0), ("nemotron3_nano", 3158.0), ("deepseek_v3", 67103.0)] {
+        for (name, total) in [
+            ("qwen3_30b_a3b", 3053.0),
+            ("nemotron3_nano", 3158.0),
+            ("gpt_oss_20b", 2091.0),
+            ("deepseek_v3", 67103.0),
+            ("qwen3_8b", 819.0),
+        ] {
             let config = Preset::find(name).unwrap().config(None, None).unwrap();
             assert_eq!((config.parameters().total() as f64 / 1e7).round(), total, "{name}");
         }
@@ -169,6 +199,8 @@ mod tests {
         let nano = Preset::find("nemotron3_nano").unwrap().config(Some(14), None).unwrap();
         let AutoConfig::NemotronH(c) = &nano else { panic!("{nano:?}") };
         assert_eq!((c.layers.len(), c.moe.router.num_experts), (14, 128));
+        let error = Preset::find("qwen3_8b").unwrap().config(None, Some(4)).unwrap_err().to_string();
+        assert!(error.contains("--experts"), "{error}");
         for preset in PRESETS {
             preset.config(Some(1), None).unwrap();
             for layers in [0, 1000] {

@@ -53,6 +53,9 @@ pub struct BenchmarkReport {
     pub step: Option<Timing>,
     /// Forward and backward only; None when left out.
     pub without_optimizer: Option<Timing>,
+    /// Until a step without optimizer was handed to the device whole, in milliseconds (median): the device waits for the host where
+    /// this is more than the step takes.
+    pub queued_ms: Option<f64>,
     /// Over the counted whole steps (without an optimizer: over the other loop); None where the backend cannot tell.
     pub memory: Option<DeviceMemory>,
     /// `peak_used` and `peak_reserved` in GiB.
@@ -80,6 +83,8 @@ pub(super) struct Measured {
     pub loading: Option<Loading>,
     pub whole: Option<Loop>,
     pub plain: Option<Loop>,
+    /// Seconds until each counted step of `plain` was handed to the device.
+    pub queued: Vec<f64>,
     pub memory: Option<DeviceMemory>,
     pub losses: Vec<f64>,
 }
@@ -105,6 +110,7 @@ impl BenchmarkReport {
             gflop_per_token: flops_per_token / 1e9,
             step: measured.whole.map(timing),
             without_optimizer: measured.plain.map(timing),
+            queued_ms: median(measured.queued).map(|seconds| seconds * 1e3),
             memory: measured.memory,
             peak_gib: measured
                 .memory
@@ -116,6 +122,12 @@ impl BenchmarkReport {
             settings: settings.clone(),
         }
     }
+}
+
+/// The upper one of two in the middle; None of nothing.
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied()
 }
 
 fn timing(mut seconds: Vec<f64>, tokens: f64, flops_per_token: f64, peak_tflops: f64) -> Timing {

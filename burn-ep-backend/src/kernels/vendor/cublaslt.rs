@@ -16,6 +16,7 @@ use cubecl_common::stream_id::StreamId;
 use cudarc::cublaslt::{result as lt, sys};
 use cudarc::driver::sys as cu;
 
+use super::super::profile;
 use super::side_stream::{SideStream, driver_refuses};
 use super::{Call, MatrixLayout, Place, Product};
 
@@ -88,7 +89,8 @@ pub fn supports(device: &CudaDevice, product: &Product) -> bool {
 pub fn launch(device: &CudaDevice, buffers: Vec<Binding>, calls: Vec<Call>) {
     let index = device.index;
     let stream_id = StreamId::current();
-    DeviceHandle::<Server>::new(device.to_id()).submit(move |server: &mut Server| {
+    let name = profile::file().map(|_| calls.iter().map(|call| call.product.to_string()).collect::<Vec<_>>().join(", "));
+    let run = move |server: &mut Server| {
         // Holding the resources keeps the memory until the work is enqueued.
         let resources = buffers.into_iter().map(|buffer| server.get_resource(buffer, stream_id));
         let resources = match resources.collect::<Result<Vec<_>, _>>() {
@@ -100,7 +102,16 @@ pub fn launch(device: &CudaDevice, buffers: Vec<Binding>, calls: Vec<Call>) {
         if let Err(error) = done {
             tracing::error!(error, "cuBLASLt failed");
         }
-    });
+    };
+    let handle = DeviceHandle::<Server>::new(device.to_id());
+    match name {
+        None => handle.submit(run),
+        Some(name) => profile::timed(device, &name, move || {
+            if let Err(error) = handle.submit_blocking(run) {
+                tracing::error!(?error, "CubeCL's runner thread did not answer");
+            }
+        }),
+    }
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {

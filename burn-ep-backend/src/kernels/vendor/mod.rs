@@ -3,6 +3,8 @@
 //! CubeCL keeps its streams to itself, so the libraries run on a stream of ours ([`side_stream`]) that waits for everything
 //! enqueued before and that everything enqueued later waits for. The host never blocks on the device.
 
+use std::fmt;
+
 pub mod cublaslt;
 mod side_stream;
 
@@ -37,6 +39,13 @@ pub struct Product {
     pub accumulate: bool,
     /// Adds a vector `[N]` of the same dtype to every row.
     pub bias: bool,
+}
+
+impl fmt::Display for Product {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { m, n, k, batch, .. } = self;
+        write!(f, "cuBLASLt {:?} m {m} n {n} k {k} batch {batch}", self.dtype)
+    }
 }
 
 impl Product {
