@@ -12,6 +12,7 @@ use std::path::PathBuf;
 use std::process::ExitCode;
 
 use burn_moe::Result;
+use burn_moe::backend::Transport;
 use burn_moe::checkpoint::hub::{HubOptions, locate};
 use burn_moe::data::{Layout, TooLong};
 use burn_moe::train::{Decay, Interrupt, Recompute, RunEnd, Schedule, TrainerConfig};
@@ -81,9 +82,13 @@ struct Args {
     /// Compute activations again in the backward pass instead of keeping them
     #[arg(long)]
     recompute: bool,
-    /// Expert-parallel ranks: threads of this process, or the processes that torchrun, srun or mpirun started
+    /// Ranks that share the experts: threads of this process; among the processes that torchrun, srun or mpirun started, 1 means
+    /// all of them, a divisor of their number makes replicas
     #[arg(long, default_value_t = 1)]
     ep: usize,
+    /// How tensors travel between processes: auto, nccl (a build with `--features nccl`) or host
+    #[arg(long, default_value = "auto")]
+    transport: Transport,
     /// Seed of the data order
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -127,6 +132,7 @@ impl Args {
             too_long: if self.truncate { TooLong::Truncate } else { TooLong::Error },
             seed: self.seed,
             ep: self.ep,
+            transport: self.transport,
             question: Some(self.question).filter(|q| !q.is_empty()),
             trainer: TrainerConfig {
                 steps: self.steps,

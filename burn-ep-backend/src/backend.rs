@@ -292,6 +292,24 @@ pub trait MoeBackend: Backend {
         reference::exchange::exchange_rows::<Self>(rows, plan, comm)
     }
 
+    /// Sum over the ranks of `comm` of `flat [world * share]`, of which rank r gets elements `r * share ..`: `[share]`. fp32 or
+    /// f64, summed in that dtype. Not differentiable. A failure poisons `comm`; the result is then zero.
+    fn reduce_scatter(flat: FloatTensor<Self>, comm: &CommHandle) -> FloatTensor<Self> {
+        reference::collective::reduce_scatter::<Self>(flat, comm)
+    }
+
+    /// `share [n]` of every rank of `comm`, in rank order: `[world * n]`, any float dtype. Not differentiable. A failure poisons
+    /// `comm`; the result is then zero.
+    fn all_gather(share: FloatTensor<Self>, comm: &CommHandle) -> FloatTensor<Self> {
+        reference::collective::all_gather::<Self>(share, comm)
+    }
+
+    /// Sum of `flat [n]` over the ranks of `comm`, the same bits on all of them. fp32 or f64. Not differentiable. A failure
+    /// poisons `comm`; the result is then zero.
+    fn all_reduce(flat: FloatTensor<Self>, comm: &CommHandle) -> FloatTensor<Self> {
+        reference::collective::all_reduce::<Self>(flat, comm)
+    }
+
     // ---- attention, norms, positions -----------------------------------------------------------------------
 
     /// Grouped-query attention. q `[B, Sq, H, Dk]`, k `[B, Skv, Hkv, Dk]`, v `[B, Skv, Hkv, Dv]`, `Skv >= Sq`: query i

@@ -30,6 +30,21 @@ pub struct DeviceMemory {
     pub peak_reserved: u64,
 }
 
+/// Number of GPUs that this process can use.
+///
+/// # Errors
+/// Why the driver cannot tell.
+#[cfg(feature = "cuda")]
+pub fn visible_gpus() -> Result<usize, String> {
+    use cudarc::driver::result;
+    // SAFETY: opens and closes the driver library; its initialisers touch nothing of ours.
+    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        return Err("no driver (libcuda is not on the library path)".into());
+    }
+    let count = result::init().and_then(|()| result::device::get_count());
+    count.map(|count| count.max(0) as usize).map_err(|error| format!("{error:?}"))
+}
+
 #[cfg(feature = "cuda")]
 mod kernel_cache;
 

@@ -34,6 +34,8 @@ pub use backend::*;
 pub use backends::Cuda;
 pub use decorator::{EpBackend, Routing, with_routing};
 pub use desc::*;
+#[cfg(feature = "cuda")]
+pub use device::visible_gpus;
 pub use device::{DeviceMemory, host_reads};
 pub use error::{OpError, Result};
 pub use init::{Init, InitDesc, stream_key};

@@ -4,11 +4,14 @@
 
 use burn::backend::Autodiff;
 use burn_ep_backend::EpBackend;
+use burn_ep_backend::comm::{CommHandle, TcpCommunicator};
 
 #[cfg(feature = "cuda")]
 use burn_ep_backend::Cuda as Base;
 #[cfg(not(feature = "cuda"))]
 use burn_flex::Flex as Base;
+
+use crate::error::Result;
 
 /// Name of the backend this build runs on.
 pub const NAME: &str = if cfg!(feature = "cuda") { "cuda" } else { "flex" };
@@ -19,3 +22,90 @@ pub type Train = EpBackend<Autodiff<Base>>;
 pub type Infer = EpBackend<Base>;
 /// Device of both.
 pub type Device = burn::tensor::Device<Train>;
+
+/// The device of the process that is number `local_rank` on its host.
+///
+/// # Errors
+/// On CUDA, when the process sees fewer GPUs. A process that sees one GPU only (`CUDA_VISIBLE_DEVICES`) takes that one.
+pub fn local_device(local_rank: usize) -> Result<Device> {
+    #[cfg(feature = "cuda")]
+    {
+        let visible =
+            burn_ep_backend::visible_gpus().map_err(|why| crate::Error::config("device", why, "an NVIDIA GPU with its driver"))?;
+        match visible {
+            1 => Ok(Device::new(0)),
+            n if local_rank < n => Ok(Device::new(local_rank)),
+            n => Err(crate::Error::config(
+                "LOCAL_RANK",
+                local_rank,
+                format!("below {n}, the GPUs that this process sees: start at most one process for each GPU of a host"),
+            )),
+        }
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = local_rank;
+        Ok(Device::default())
+    }
+}
+
+/// How the tensors of the processes of a job travel between their devices.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Transport {
+    /// NCCL on builds with the feature `nccl`, else through the host.
+    #[default]
+    Auto,
+    /// NCCL, or an error where it cannot be used.
+    Nccl,
+    /// Over TCP between the hosts' memories.
+    Host,
+}
+
+impl std::str::FromStr for Transport {
+    type Err = String;
+
+    fn from_str(name: &str) -> Result<Self, String> {
+        match name {
+            "auto" => Ok(Self::Auto),
+            "nccl" => Ok(Self::Nccl),
+            "host" => Ok(Self::Host),
+            other => Err(format!("`{other}`, expected auto, nccl or host")),
+        }
+    }
+}
+
+/// The communicator of a process with `device`, standing on its connections to the others.
+///
+/// # Errors
+/// [`Transport::Nccl`] on a build without the feature `nccl` or a machine without the library.
+pub fn communicator(host: TcpCommunicator, device: &Device, transport: Transport) -> Result<CommHandle> {
+    let wants_nccl = transport == Transport::Nccl || (transport == Transport::Auto && cfg!(feature = "nccl"));
+    if !wants_nccl {
+        return Ok(CommHandle::new(host));
+    }
+    #[cfg(feature = "nccl")]
+    {
+        use burn_ep_backend::comm::cuda::nccl::NcclCommunicator;
+        Ok(CommHandle::new(NcclCommunicator::new(host, device.clone())?))
+    }
+    #[cfg(not(feature = "nccl"))]
+    {
+        let _ = device;
+        let expected = "`host`, or a build with `--features nccl`";
+        Err(crate::Error::config("transport", "nccl", expected))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn transports_have_names() {
+        assert_eq!("host".parse(), Ok(Transport::Host));
+        assert_eq!("auto".parse(), Ok(Transport::default()));
+        let error = "mpi".parse::<Transport>().unwrap_err();
+        assert!(error.contains("`mpi`") && error.contains("nccl"), "{error}");
+    }
+}

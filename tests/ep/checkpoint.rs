@@ -94,32 +94,17 @@ fn a_run_continues_with_another_group_size() {
             .collect();
         losses
     };
-    let moments = |trainer: &Trainer<Train, Model>| -> BTreeMap<String, Vec<f32>> {
-        let states = trainer.parameters().entries().iter().filter_map(|info| {
-            let state = trainer.optimizer().state(info.id)?;
-            assert_eq!(state.step, 2, "{}", info.path);
-            let list = |t: &burn_backend::tensor::FloatTensor<burn_moe::backend::Infer>| {
-                let t = Tensor::<burn_moe::backend::Infer, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(t.clone()));
-                t.into_data().to_vec::<f32>().unwrap()
-            };
-            // Experts are joined along their first axis, so the two moments stay apart.
-            Some([
-                (format!("{}.m", info.path), list(&state.m)),
-                (format!("{}.v", info.path), list(&state.v)),
-            ])
-        });
-        states.flatten().collect()
-    };
-    let saved = on_ranks(2, |ep| {
+    let saved = on_mesh(4, 2, |ep| {
         let mut trainer = trainer(model(NEMOTRON, &ep), LEARNING_RATE, &ep);
         for step in 0..2 {
             trainer.train_step(&[batch(step, share(&ep), &[])]).unwrap();
         }
+        assert!(trainer.optimizer().shards().is_some());
         let writer = |model: &Model, dir: &Path| save(model, dir, &ep);
         trainer.save(&dir, &writer, 2.into()).unwrap();
         (moments(&trainer), next(trainer, &ep))
     });
-    let whole = join(&saved.iter().map(|(moments, _)| moments.clone()).collect::<Vec<_>>());
+    let whole = join(&saved[..2].iter().map(|(moments, _)| moments.clone()).collect::<Vec<_>>());
     let names = safetensors_names(&dir);
     for expert in 0..EXPERTS {
         assert!(
@@ -127,20 +112,50 @@ fn a_run_continues_with_another_group_size() {
             "expert {expert} is in the files: {names:?}"
         );
     }
-    for world in [1, 2, 4] {
-        let resumed = on_ranks(world, |ep| {
-            let mut trainer = trainer(load(&dir, &ep).unwrap(), LEARNING_RATE, &ep);
+    for (world, size, shard_optimizer) in [(1, 1, true), (4, 4, true), (2, 2, false), (4, 2, true), (4, 1, true), (2, 1, false)] {
+        let resumed = on_mesh(world, size, |ep| {
+            let config = TrainerConfig {
+                shard_optimizer,
+                ..trainer_config(LEARNING_RATE)
+            };
+            let mut trainer = Trainer::new(load(&dir, &ep).unwrap(), config, Device::<Train>::default(), Some(ep.clone())).unwrap();
             let mut source = RepeatSource::new(vec![batch(0, share(&ep), &[])]);
             trainer.resume(&dir, &mut source).unwrap();
             assert_eq!(trainer.step(), 2);
             (moments(&trainer), next(trainer, &ep))
         });
-        let found = join(&resumed.iter().map(|(moments, _)| moments.clone()).collect::<Vec<_>>());
-        assert_eq!(found, whole, "ep {world}: moments");
+        let found = join(&resumed[..size].iter().map(|(moments, _)| moments.clone()).collect::<Vec<_>>());
+        assert_eq!(found, whole, "{world} ranks, ep {size}: moments");
         for (found, expected) in resumed[0].1.iter().zip(&saved[0].1) {
             assert!((found / expected - 1.0).abs() < 1e-5, "ep {world}: loss {found} for {expected}");
         }
     }
+}
+
+/// Moments of every parameter as this rank's row of the mesh has them: shares joined again.
+fn moments(trainer: &Trainer<Train, Model>) -> BTreeMap<String, Vec<f32>> {
+    type Infer = burn_moe::backend::Infer;
+    let states = trainer.parameters().entries().iter().filter_map(|info| {
+        let state = trainer.optimizer().state(info.id)?;
+        assert_eq!(state.step, 2, "{}", info.path);
+        let shard = trainer.optimizer().shards().and_then(|shards| shards.get(info));
+        let list = |t: &burn_backend::tensor::FloatTensor<Infer>| {
+            let t = Tensor::<Infer, 1>::from_primitive(burn::tensor::TensorPrimitive::Float(t.clone()));
+            let own = t.into_data().to_vec::<f32>().unwrap();
+            let Some(shard) = &shard else { return own };
+            assert_eq!(own.len(), shard.share, "{}", info.path);
+            let bytes = own.iter().flat_map(|v| v.to_le_bytes()).collect();
+            let all = shard.comm.get().all_gather(bytes).unwrap().concat();
+            let all = all.chunks_exact(4).map(|b| f32::from_le_bytes(b.try_into().unwrap()));
+            all.take(shard.len).collect()
+        };
+        // Experts are joined along their first axis, so the two moments stay apart.
+        Some([
+            (format!("{}.m", info.path), list(&state.m)),
+            (format!("{}.v", info.path), list(&state.v)),
+        ])
+    });
+    states.flatten().collect()
 }
 
 fn safetensors_names(dir: &Path) -> Vec<String> {

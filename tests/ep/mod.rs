@@ -5,6 +5,7 @@
 mod checkpoint;
 mod layer;
 mod low_precision;
+mod mesh;
 mod model;
 mod processes;
 
@@ -22,7 +23,6 @@ use burn_moe::train::{Decay, Schedule, Trainer, TrainerConfig};
 use burn_moe_models::{AutoConfig, AutoModelForCausalLm, FromConfigOptions};
 
 /// Routed experts of every model below.
-/// Routed experts of all models below.
 const EXPERTS: usize = 8;
 /// Rows and tokens per row of the global batch.
 const ROWS: usize = 4;
@@ -108,11 +108,16 @@ const MODELS: &[(&str, &str)] = &[
 
 /// Runs `f` on `world` ranks at once; results in rank order. A rank that fails ends the others within seconds.
 pub fn on_ranks<T: Send>(world: usize, f: impl Fn(EpGroup) -> T + Sync) -> Vec<T> {
+    on_mesh(world, world, f)
+}
+
+/// [`on_ranks`] with the experts spread over every `ep` ranks.
+pub fn on_mesh<T: Send>(world: usize, ep: usize, f: impl Fn(EpGroup) -> T + Sync) -> Vec<T> {
     thread::scope(|scope| {
         let threads: Vec<_> = LocalCommunicator::group(world)
             .into_iter()
             .map(|comm| {
-                let ep = EpGroup::new(CommHandle::new(comm.with_timeout(Duration::from_secs(30))));
+                let ep = EpGroup::mesh(CommHandle::new(comm.with_timeout(Duration::from_secs(30))), ep).unwrap();
                 scope.spawn(|| f(ep))
             })
             .collect();
@@ -172,8 +177,8 @@ fn batch(step: usize, rows: Range<usize>, ignored: &[usize]) -> HostBatch {
 
 /// The rows of one rank, an equal share of all.
 fn share(ep: &EpGroup) -> Range<usize> {
-    let rows = ROWS / ep.size();
-    ep.rank() * rows..(ep.rank() + 1) * rows
+    let rows = ROWS / ep.world_size();
+    ep.world_rank() * rows..(ep.world_rank() + 1) * rows
 }
 
 /// Constant learning rate; an epsilon at which the update is not just the sign of the gradient, so that rounding noise in
@@ -233,7 +238,8 @@ fn is_expert(path: &str) -> bool {
     path.split('.').any(|name| name == "experts")
 }
 
-/// One map of whole tensors from the maps of all ranks: experts joined in rank order, the others as rank 0 has them.
+/// One map of whole tensors from the maps of the ranks that share the experts: experts joined in rank order, the others as rank 0
+/// has them.
 fn join(ranks: &[BTreeMap<String, Vec<f32>>]) -> BTreeMap<String, Vec<f32>> {
     let whole = |(path, values): (&String, &Vec<f32>)| {
         let values = match is_expert(path) {

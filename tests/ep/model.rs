@@ -12,7 +12,7 @@ use super::*;
 
 /// One step of training, whole tensors.
 #[derive(Debug, Clone, PartialEq)]
-struct Step {
+pub(super) struct Step {
     loss: f64,
     balance: Option<f64>,
     norm: f64,
@@ -43,7 +43,7 @@ fn train(config: &str, ep: &EpGroup, recompute: Recompute, ignored: &[usize]) ->
             reduce_gradients(&mut grads, &table, Some(ep), &device).unwrap();
             let norm = global_norm(&grads, &table, Some(ep)).unwrap();
             let mut loss = [stats.cross_entropy_sum.into_data().iter::<f64>().next().unwrap()];
-            ep.comm().get().all_reduce_sum_f64(&mut loss).unwrap();
+            ep.world().get().all_reduce_sum_f64(&mut loss).unwrap();
             let values = table.entries().iter().filter_map(|info| {
                 let (flat, _) = grads.clone().remove_flat(info.id)?;
                 Some((info.path.clone(), flat.into_data().to_vec().unwrap()))
@@ -62,7 +62,11 @@ fn train(config: &str, ep: &EpGroup, recompute: Recompute, ignored: &[usize]) ->
 
 /// Two steps of the whole group.
 fn run(config: &str, world: usize, recompute: Recompute, ignored: &[usize]) -> Vec<Step> {
-    let ranks = on_ranks(world, |ep| train(config, &ep, recompute, ignored));
+    run_on_mesh(config, world, world, recompute, ignored)
+}
+
+pub(super) fn run_on_mesh(config: &str, world: usize, size: usize, recompute: Recompute, ignored: &[usize]) -> Vec<Step> {
+    let ranks = on_mesh(world, size, |ep| train(config, &ep, recompute, ignored));
     (0..2)
         .map(|s| {
             for rank in &ranks {
@@ -76,7 +80,10 @@ fn run(config: &str, world: usize, recompute: Recompute, ignored: &[usize]) -> V
                     assert_eq!(values, &first.grads[path], "ranks differ in {path}");
                 }
             }
-            let grads: Vec<_> = ranks.iter().map(|rank| rank[s].grads.clone()).collect();
+            for (rank, replica) in ranks.iter().enumerate().skip(size) {
+                assert_eq!(replica[s].grads, ranks[rank - size][s].grads, "replicas differ");
+            }
+            let grads: Vec<_> = ranks[..size].iter().map(|rank| rank[s].grads.clone()).collect();
             Step {
                 grads: join(&grads),
                 ..ranks[0][s].clone()
@@ -85,7 +92,7 @@ fn run(config: &str, world: usize, recompute: Recompute, ignored: &[usize]) -> V
         .collect()
 }
 
-fn assert_same(found: &[Step], expected: &[Step], what: &str) {
+pub(super) fn assert_same(found: &[Step], expected: &[Step], what: &str) {
     for (s, (found, expected)) in found.iter().zip(expected).enumerate() {
         let scalars = |step: &Step| [step.loss as f32, step.norm as f32, step.balance.unwrap_or(0.0) as f32];
         let error = max_error(&scalars(found), &scalars(expected));
@@ -213,7 +220,7 @@ fn biases_of_experts_stay_with_their_rank() {
             let stats =
                 forward_backward::<Train, _>(&model, &batch(0, share(&ep), &[]), &device, &settings, &mut grads, &mut no_hook).unwrap();
             let mut loss = [stats.cross_entropy_sum.into_data().iter::<f64>().next().unwrap()];
-            ep.comm().get().all_reduce_sum_f64(&mut loss).unwrap();
+            ep.world().get().all_reduce_sum_f64(&mut loss).unwrap();
             let biases = ParamTable::new(&model)
                 .entries()
                 .to_vec()

@@ -7,6 +7,7 @@ use burn_cubecl::{CubeBackend, element::BoolElement, element::FloatElement, elem
 use cubecl::cuda::CudaRuntime;
 
 use crate::backend::*;
+use crate::comm::{self, CommHandle, ExchangePlan};
 use crate::desc::*;
 use crate::device::{self, DeviceMemory};
 use crate::init::InitDesc;
@@ -454,6 +455,26 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
     fn resident_init(desc: &InitDesc, shape: &[usize], dtype: FloatDType, device: &Device<Self>) -> FloatTensor<Self> {
         let drawn = Self::memory_persistent_allocations(device, (), |()| init(desc, shape, dtype, device));
         drawn.unwrap_or_else(|| Self::resident_from_data(desc.data(shape, dtype), device))
+    }
+
+    fn exchange_rows(rows: FloatTensor<Self>, plan: &ExchangePlan, comm: &CommHandle) -> FloatTensor<Self> {
+        let received = comm::cuda::exchange_rows(&rows, plan, comm);
+        received.unwrap_or_else(|| reference::exchange::exchange_rows::<Self>(rows, plan, comm))
+    }
+
+    fn reduce_scatter(flat: FloatTensor<Self>, comm: &CommHandle) -> FloatTensor<Self> {
+        let share = comm::cuda::reduce_scatter(&flat, comm);
+        share.unwrap_or_else(|| reference::collective::reduce_scatter::<Self>(flat, comm))
+    }
+
+    fn all_gather(share: FloatTensor<Self>, comm: &CommHandle) -> FloatTensor<Self> {
+        let all = comm::cuda::all_gather(&share, comm);
+        all.unwrap_or_else(|| reference::collective::all_gather::<Self>(share, comm))
+    }
+
+    fn all_reduce(flat: FloatTensor<Self>, comm: &CommHandle) -> FloatTensor<Self> {
+        let sum = comm::cuda::all_reduce(&flat, comm);
+        sum.unwrap_or_else(|| reference::collective::all_reduce::<Self>(flat, comm))
     }
 
     fn device_memory(device: &Device<Self>) -> Option<DeviceMemory> {

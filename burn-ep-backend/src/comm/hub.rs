@@ -3,40 +3,45 @@
 //! Every operation is a round: each rank posts its part without blocking, waits until all parts are there, and takes
 //! what is addressed to it. A rank that is ahead may post its next rounds while others still wait in this one.
 
-use std::collections::BTreeMap;
+use std::collections::HashMap;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
-use super::round::{Call, Part, RankState, Round, State};
+use super::Ranks;
+use super::round::{Call, Part, Round, State};
 use crate::error::{OpError, Result};
 
 /// How long a rank waits for the others unless told otherwise. A rank that fails or ends is noticed at once, so this only
 /// bounds hangs; it must be longer than the longest work that one rank does alone, such as writing a checkpoint.
 pub(super) const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
 
-/// Rounds of one group. Ranks that are threads share one hub; a process has a hub of its own, into which a reader thread for
-/// each peer posts what arrives.
+/// Rounds of the groups of one job. Ranks that are threads share one hub; a process has a hub of its own, into which a reader
+/// thread for each peer posts what arrives.
 #[derive(Debug)]
 pub(super) struct Hub {
     world: usize,
-    /// Ranks that take their results from this hub.
-    takers: usize,
+    /// Whether all members of a group take their results from this hub, or only one.
+    shared: bool,
     state: Mutex<State>,
     changed: Condvar,
 }
 
 impl Hub {
-    pub(super) fn new(world: usize, takers: usize) -> Arc<Self> {
+    pub(super) fn new(world: usize, shared: bool) -> Arc<Self> {
         Arc::new(Self {
             world,
-            takers,
+            shared,
             state: Mutex::new(State {
-                rounds: BTreeMap::new(),
-                ranks: vec![RankState::default(); world],
+                channels: HashMap::new(),
+                gone: vec![None; world],
                 failure: None,
             }),
             changed: Condvar::new(),
         })
+    }
+
+    pub(super) fn world(&self) -> usize {
+        self.world
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
@@ -44,57 +49,60 @@ impl Hub {
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Puts the part of `rank` into its next round and returns the number of that round, or why it may not.
-    pub(super) fn post(&self, rank: usize, call: Call, part: Part) -> Result<u64, String> {
+    /// Puts the part of member `index` of `group` into its next round and returns the number of that round, or why it may not.
+    pub(super) fn post(&self, group: Ranks, index: usize, call: Call, part: Part) -> Result<u64, String> {
         let mut state = self.lock();
         state.refuse_failed()?;
-        let sequence = state.ranks[rank].next;
-        state.ranks[rank].next += 1;
-        state.ranks[rank].last = Some((sequence, call));
-        let world = self.world;
-        let round = state.rounds.entry(sequence).or_insert_with(|| Round {
+        let channel = state.channel(group);
+        let member = &mut channel.members[index];
+        let sequence = member.next;
+        member.next += 1;
+        member.last = Some((sequence, call));
+        let round = channel.rounds.entry(sequence).or_insert_with(|| Round {
             call,
-            opened_by: rank,
-            parts: (0..world).map(|_| None).collect(),
+            opened_by: index,
+            parts: (0..group.len).map(|_| None).collect(),
             taken: 0,
         });
         if round.call != call {
             return Err(format!(
-                "operation {sequence}: rank {rank} called {call} while rank {} called {}",
-                round.opened_by, round.call
+                "operation {sequence}: rank {} called {call} while rank {} called {}",
+                group.member(index),
+                group.member(round.opened_by),
+                round.call
             ));
         }
-        round.parts[rank] = Some(part);
+        round.parts[index] = Some(part);
         if round.missing().is_empty() {
             self.changed.notify_all();
         }
         Ok(sequence)
     }
 
-    /// Number of the round that `rank` posts next.
-    pub(super) fn next(&self, rank: usize) -> Result<u64, String> {
-        let state = self.lock();
+    /// Number of the round that member `index` of `group` posts next.
+    pub(super) fn next(&self, group: Ranks, index: usize) -> Result<u64, String> {
+        let mut state = self.lock();
         state.refuse_failed()?;
-        Ok(state.ranks[rank].next)
+        Ok(state.channel(group).members[index].next)
     }
 
-    /// Waits until round `sequence` is complete and takes the share of `rank` from every part, in rank order.
-    pub(super) fn take(&self, rank: usize, sequence: u64, timeout: Duration) -> Result<Vec<Part>, String> {
+    /// Waits until round `sequence` is complete and takes the share of member `index` from every part, in the group's order.
+    pub(super) fn take(&self, group: Ranks, index: usize, sequence: u64, timeout: Duration) -> Result<Vec<Part>, String> {
         let mut state = self.lock();
         let deadline = Instant::now() + timeout;
         loop {
             state.refuse_failed()?;
-            let missing = state.rounds[&sequence].missing();
+            let missing = state.channel(group).rounds[&sequence].missing();
             if missing.is_empty() {
                 break;
             }
-            if let Some(gone) = missing.iter().find(|&&r| state.ranks[r].gone.is_some()) {
-                let how = state.ranks[*gone].gone.clone().unwrap_or_default();
-                return Err(format!("operation {sequence}: {} {how}", state.describe(*gone)));
+            if let Some(gone) = missing.iter().find(|&&i| state.gone[group.member(i)].is_some()) {
+                let how = state.gone[group.member(*gone)].clone().unwrap_or_default();
+                return Err(format!("operation {sequence}: {} {how}", state.describe(group, *gone)));
             }
             let now = Instant::now();
             if now >= deadline {
-                let who: Vec<String> = missing.iter().map(|&r| state.describe(r)).collect();
+                let who: Vec<String> = missing.iter().map(|&i| state.describe(group, i)).collect();
                 return Err(format!(
                     "operation {sequence}: waited {timeout:?} for {}; a rank that fails must abort the group, and all ranks must call the same operations",
                     who.join(", ")
@@ -106,19 +114,18 @@ impl Hub {
                 .unwrap_or_else(|e| e.into_inner())
                 .0;
         }
-        let round = state
-            .rounds
-            .get_mut(&sequence)
-            .expect("a round lives until every rank has taken from it");
-        let parts = round.parts.iter_mut().map(|p| p.as_mut().expect("complete").share(rank)).collect();
+        let takers = if self.shared { group.len } else { 1 };
+        let rounds = &mut state.channel(group).rounds;
+        let round = rounds.get_mut(&sequence).expect("a round lives until every rank has taken from it");
+        let parts = round.parts.iter_mut().map(|p| p.as_mut().expect("complete").share(index)).collect();
         round.taken += 1;
-        if round.taken == self.takers {
-            state.rounds.remove(&sequence);
+        if round.taken == takers {
+            rounds.remove(&sequence);
         }
         Ok(parts)
     }
 
-    /// Ends the group for the first reason given.
+    /// Ends all groups for the first reason given.
     pub(super) fn end(&self, why: impl FnOnce() -> String) {
         self.lock().failure.get_or_insert_with(why);
         self.changed.notify_all();
@@ -126,11 +133,11 @@ impl Hub {
 
     /// `rank` will post nothing more; `how` completes the sentence "rank 3 ..".
     pub(super) fn leave(&self, rank: usize, how: &str) {
-        self.lock().ranks[rank].gone.get_or_insert_with(|| how.to_string());
+        self.lock().gone[rank].get_or_insert_with(|| how.to_string());
         self.changed.notify_all();
     }
 
-    /// Why the group has ended, waiting for `patience` in case the news is still on its way.
+    /// Why the job has ended, waiting for `patience` in case the news is still on its way.
     pub(super) fn failure(&self, patience: Duration) -> Option<String> {
         let state = self.lock();
         let (state, _) = self
@@ -141,49 +148,84 @@ impl Hub {
     }
 }
 
+impl Hub {
+    /// Why no operation of all ranks can be done any more.
+    pub(super) fn lost(&self) -> Option<String> {
+        let state = self.lock();
+        let gone = || {
+            state
+                .gone
+                .iter()
+                .enumerate()
+                .find_map(|(rank, how)| how.as_ref().map(|how| format!("rank {rank} {how}")))
+        };
+        state.failure.clone().or_else(gone)
+    }
+}
+
 /// Carries the parts of one rank to ranks that do not share its hub.
 pub(super) trait Wire: Send + Sync + std::fmt::Debug {
-    /// Sends every peer its share of `part`, which afterwards holds only what this rank keeps.
-    fn send(&self, sequence: u64, call: Call, part: &mut Part) -> Result<(), String>;
+    /// Sends every other member of `group` its share of `part`, which afterwards holds only what this rank keeps.
+    fn send(&self, group: Ranks, sequence: u64, call: Call, part: &mut Part) -> Result<(), String>;
     /// Tells every peer that the group has ended.
     fn send_end(&self, why: &str);
 }
 
-/// One rank at its hub: the operations of [`Communicator`](super::Communicator), whatever the wire.
-#[derive(Debug)]
+/// One rank in one group at its hub: the operations of [`Communicator`](super::Communicator), whatever the wire.
+#[derive(Debug, Clone)]
 pub(super) struct Member {
-    pub(super) rank: usize,
+    pub(super) group: Ranks,
+    /// Number of this rank in the group.
+    pub(super) index: usize,
     pub(super) timeout: Duration,
     pub(super) hub: Arc<Hub>,
     /// None among threads of one process.
-    pub(super) wire: Option<Box<dyn Wire>>,
+    pub(super) wire: Option<Arc<dyn Wire>>,
 }
 
 impl Member {
     pub(super) fn world(&self) -> usize {
-        self.hub.world
+        self.group.len
+    }
+
+    /// This rank in the job.
+    pub(super) fn rank(&self) -> usize {
+        self.group.member(self.index)
+    }
+
+    /// The same rank in a smaller group, with the ranks of the job.
+    pub(super) fn subgroup(&self, ranks: Ranks) -> Result<Subgroup> {
+        let index = ranks.check(self.rank(), self.hub.world())?;
+        Ok(Subgroup {
+            member: Self {
+                group: ranks,
+                index,
+                ..self.clone()
+            },
+        })
     }
 
     fn round(&self, call: Call, mut part: Part) -> Result<Vec<Part>> {
+        let (group, index) = (self.group, self.index);
         let exchanged = match &self.wire {
-            None => self.hub.post(self.rank, call, part),
+            None => self.hub.post(group, index, call, part),
             // The own part is posted last: until then no round can be complete, and nothing waits for it here.
             Some(wire) => self
                 .hub
-                .next(self.rank)
-                .and_then(|sequence| wire.send(sequence, call, &mut part))
-                .and_then(|()| self.hub.post(self.rank, call, part)),
+                .next(group, index)
+                .and_then(|sequence| wire.send(group, sequence, call, &mut part))
+                .and_then(|()| self.hub.post(group, index, call, part)),
         };
         exchanged
-            .and_then(|sequence| self.hub.take(self.rank, sequence, self.timeout))
+            .and_then(|sequence| self.hub.take(group, index, sequence, self.timeout))
             .map_err(|why| self.fail(call, why))
     }
 
     /// Ends the group: the others must not wait for a rank that gave up.
     fn fail(&self, call: Call, why: String) -> OpError {
         let error = OpError::Comm {
-            rank: self.rank,
-            world: self.world(),
+            rank: self.rank(),
+            world: self.hub.world(),
             op: call.op,
             why,
         };
@@ -198,7 +240,7 @@ impl Member {
     pub(super) fn all_to_all(&self, send: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
         let call = Call::new("all_to_all");
         if send.len() != self.world() {
-            let why = format!("rank {} has {} payloads for {} ranks", self.rank, send.len(), self.world());
+            let why = format!("rank {} has {} payloads for {} ranks", self.rank(), send.len(), self.world());
             return Err(self.fail(call, why));
         }
         Ok(self.round(call, Part::ForEach(send))?.iter_mut().map(Part::bytes).collect())
@@ -228,7 +270,7 @@ impl Member {
     }
 
     pub(super) fn abort(&self, why: &str) {
-        let why = format!("rank {} aborted the group: {why}", self.rank);
+        let why = format!("rank {} aborted the group: {why}", self.rank());
         if let Some(wire) = &self.wire {
             wire.send_end(&why);
         }
@@ -241,7 +283,7 @@ macro_rules! communicate_as_member {
     ($name:ty) => {
         impl $crate::comm::Communicator for $name {
             fn rank(&self) -> usize {
-                self.member.rank
+                self.member.index
             }
 
             fn world(&self) -> usize {
@@ -271,10 +313,34 @@ macro_rules! communicate_as_member {
             fn abort(&self, why: &str) {
                 self.member.abort(why);
             }
+
+            fn failure(&self) -> Option<String> {
+                self.member.hub.failure(std::time::Duration::ZERO)
+            }
+
+            fn lost(&self) -> Option<String> {
+                self.member.hub.lost()
+            }
+
+            fn in_process(&self) -> bool {
+                self.member.wire.is_none()
+            }
+
+            fn subgroup(&self, ranks: $crate::comm::Ranks) -> $crate::error::Result<std::sync::Arc<dyn $crate::comm::Communicator>> {
+                Ok(std::sync::Arc::new(self.member.subgroup(ranks)?))
+            }
         }
     };
 }
 pub(super) use communicate_as_member;
+
+/// Some ranks of a job. Its end is that of the communicator it came from.
+#[derive(Debug)]
+pub(super) struct Subgroup {
+    member: Member,
+}
+
+communicate_as_member!(Subgroup);
 
 /// `out = parts[0] + parts[1] + ..`: the same order, hence the same bits, on every rank.
 fn sum_in_rank_order<'a, T: Copy + std::ops::AddAssign + 'a>(out: &mut [T], mut parts: impl Iterator<Item = &'a [T]>) {

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+use super::Ranks;
 use super::hub::{DEFAULT_TIMEOUT, Hub, Member, communicate_as_member};
 
 /// One rank of an in-process group.
@@ -17,9 +18,10 @@ pub struct LocalCommunicator {
 impl LocalCommunicator {
     /// A group of `world` ranks; give one communicator to each thread.
     pub fn group(world: usize) -> Vec<Self> {
-        let hub = Hub::new(world, world);
-        let member = |rank| Member {
-            rank,
+        let hub = Hub::new(world, true);
+        let member = |index| Member {
+            group: Ranks::all(world),
+            index,
             timeout: DEFAULT_TIMEOUT,
             hub: hub.clone(),
             wire: None,
@@ -41,7 +43,7 @@ impl LocalCommunicator {
 
 impl Drop for LocalCommunicator {
     fn drop(&mut self) {
-        self.member.hub.leave(self.member.rank, "left the group");
+        self.member.hub.leave(self.member.rank(), "left the group");
     }
 }
 
@@ -194,6 +196,63 @@ mod tests {
             comm.all_to_all(vec![vec![]; 1 + comm.rank()]).unwrap_err().to_string()
         });
         assert!(errors.iter().all(|e| e.contains("rank 0 has 1 payloads for 2 ranks")), "{errors:?}");
+    }
+
+    /// Rows and columns of a mesh of 2 x 3 work at the same time, and a failure in one ends all.
+    #[test]
+    fn groups_of_a_mesh_do_not_mix() {
+        let results = on_ranks(LocalCommunicator::group(6), |comm| {
+            let (row, column) = (comm.rank() / 3, comm.rank() % 3);
+            let rows = comm
+                .subgroup(Ranks {
+                    first: 3 * row,
+                    step: 1,
+                    len: 3,
+                })
+                .unwrap();
+            let columns = comm
+                .subgroup(Ranks {
+                    first: column,
+                    step: 3,
+                    len: 2,
+                })
+                .unwrap();
+            assert_eq!((rows.rank(), rows.world(), columns.rank(), columns.world()), (column, 3, row, 2));
+            let mut sums = Vec::new();
+            for round in 0..50 {
+                let mut along = [(comm.rank() * round) as f64];
+                // Unequal numbers of operations in the two groups.
+                rows.all_reduce_sum_f64(&mut along).unwrap();
+                let mut across = [10f64.powi(comm.rank() as i32)];
+                columns.all_reduce_sum_f64(&mut across).unwrap();
+                rows.barrier().unwrap();
+                sums.push((along[0], across[0]));
+            }
+            for (round, (along, across)) in sums.into_iter().enumerate() {
+                assert_eq!(along, (round * (9 * row + 3)) as f64);
+                assert_eq!(across, 10f64.powi(column as i32) + 10f64.powi(column as i32 + 3));
+            }
+            // May fail already: rank 4 does not wait for the others to leave.
+            let _ = comm.barrier();
+            if comm.rank() == 4 {
+                columns.abort("out of memory");
+            }
+            rows.all_gather(vec![]).and_then(|_| comm.barrier()).unwrap_err().to_string()
+        });
+        assert!(
+            results.iter().all(|e| e.contains("rank 4 aborted the group: out of memory")),
+            "{results:?}"
+        );
+    }
+
+    #[test]
+    fn a_group_without_this_rank_is_refused() {
+        let comm = LocalCommunicator::group(4).remove(1);
+        let error = comm.subgroup(Ranks { first: 0, step: 2, len: 2 }).unwrap_err().to_string();
+        assert!(
+            error.contains("ranks 0 to 2 in steps of 2") && error.contains("this one (1)"),
+            "{error}"
+        );
     }
 
     #[test]

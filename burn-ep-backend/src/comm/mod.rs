@@ -1,13 +1,16 @@
 //! Expert-parallel communication.
 //!
-//! One trait, [`Communicator`], for every transport. Payloads at this level are host bytes, which serves threads in one
-//! process on any backend; device transports are reached by downcasting [`CommHandle`] inside a backend's own
-//! `exchange_rows`.
+//! One trait, [`Communicator`], for every transport. Payloads at this level are host bytes: threads of one process
+//! ([`LocalCommunicator`]) and processes ([`TcpCommunicator`]) on any backend. Device transports (`cuda/`) stand on one of these:
+//! they answer the trait through it and carry tensors themselves, when a backend finds them behind a [`CommHandle`].
 
+#[cfg(feature = "cuda")]
+pub mod cuda;
 mod group;
 mod hub;
 mod launch;
 mod local;
+mod ranks;
 mod rendezvous;
 mod round;
 mod tcp;
@@ -17,6 +20,7 @@ use std::sync::{Arc, Mutex};
 pub use group::EpGroup;
 pub use launch::{DEFAULT_PORT, Launch};
 pub use local::LocalCommunicator;
+pub use ranks::Ranks;
 pub use rendezvous::{Agreement, rendezvous};
 pub use tcp::TcpCommunicator;
 
@@ -59,8 +63,17 @@ pub trait Communicator: Send + Sync + std::fmt::Debug + std::any::Any {
     fn all_reduce_sum_f64(&self, values: &mut [f64]) -> Result<()>;
     /// Returns when every rank has arrived.
     fn barrier(&self) -> Result<()>;
-    /// Make every pending and future operation of the group fail with `why`.
+    /// Make every pending and future operation of the job fail with `why`, in every group.
     fn abort(&self, why: &str);
+    /// Why the job has ended, once it has.
+    fn failure(&self) -> Option<String>;
+    /// [`Communicator::failure`], or which rank is no longer there: a device operation that waits for it will not end.
+    fn lost(&self) -> Option<String>;
+    /// Whether the ranks are threads of one process, which autodiff makes wait for each other (see the training step).
+    fn in_process(&self) -> bool;
+    /// A communicator of some ranks of the job (not of this group), this one among them. Groups may work at the same time, and
+    /// asking for the same ranks again gives the same group. It must not outlive the communicator it came from.
+    fn subgroup(&self, ranks: Ranks) -> Result<Arc<dyn Communicator>>;
 }
 
 /// Shared communicator plus the first error that happened where none could be returned (a backward step).
@@ -79,6 +92,14 @@ impl CommHandle {
         }
     }
 
+    /// A handle of some ranks of the job, see [`Communicator::subgroup`]. Errors remembered by one are those of both.
+    pub fn subgroup(&self, ranks: Ranks) -> Result<Self> {
+        Ok(Self {
+            inner: self.inner.subgroup(ranks)?,
+            poison: self.poison.clone(),
+        })
+    }
+
     /// The communicator behind this handle.
     pub fn get(&self) -> &dyn Communicator {
         &*self.inner
@@ -91,10 +112,18 @@ impl CommHandle {
         slot.get_or_insert(error);
     }
 
-    /// The first remembered error, if any. Call it after every backward.
+    /// The first remembered error, or why the job has ended. Call it after every backward.
     pub fn check(&self) -> Result<()> {
-        match &*self.poison.lock().unwrap_or_else(|e| e.into_inner()) {
-            Some(error) => Err(error.clone()),
+        if let Some(error) = &*self.poison.lock().unwrap_or_else(|e| e.into_inner()) {
+            return Err(error.clone());
+        }
+        match self.inner.failure() {
+            Some(why) => Err(OpError::Comm {
+                rank: self.inner.rank(),
+                world: self.inner.world(),
+                op: "group",
+                why,
+            }),
             None => Ok(()),
         }
     }

@@ -1,18 +1,20 @@
 //! Rounds of a group: who called what, and the parts that wait to be taken.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::Arc;
 
+use super::Ranks;
 use crate::error::Result;
 
-/// Everything a group shares, under one lock.
+/// Everything the ranks of a job share, under one lock.
 #[derive(Debug)]
 pub(super) struct State {
-    /// Rounds that some rank has not left yet, by sequence number.
-    pub(super) rounds: BTreeMap<u64, Round>,
-    pub(super) ranks: Vec<RankState>,
-    /// Why the group has ended.
+    /// Operations of each set of ranks that has had one.
+    pub(super) channels: HashMap<Ranks, Channel>,
+    /// How each rank went away, once it has.
+    pub(super) gone: Vec<Option<String>>,
+    /// Why the job has ended: a failure in one group ends all.
     pub(super) failure: Option<String>,
 }
 
@@ -24,22 +26,37 @@ impl State {
         }
     }
 
-    pub(super) fn describe(&self, rank: usize) -> String {
-        match self.ranks[rank].last {
+    pub(super) fn channel(&mut self, group: Ranks) -> &mut Channel {
+        self.channels.entry(group).or_insert_with(|| Channel {
+            rounds: BTreeMap::new(),
+            members: vec![MemberState::default(); group.len],
+        })
+    }
+
+    /// Member `index` of `group` and where it is.
+    pub(super) fn describe(&self, group: Ranks, index: usize) -> String {
+        let rank = group.member(index);
+        match self.channels.get(&group).and_then(|channel| channel.members[index].last) {
             Some((sequence, call)) => format!("rank {rank} (its last operation: {sequence}, {call})"),
             None => format!("rank {rank} (it has not called any operation)"),
         }
     }
 }
 
-/// Where a rank is.
+/// Operations of one set of ranks.
+#[derive(Debug)]
+pub(super) struct Channel {
+    /// Rounds that some member has not left yet, by sequence number.
+    pub(super) rounds: BTreeMap<u64, Round>,
+    pub(super) members: Vec<MemberState>,
+}
+
+/// Where a member is.
 #[derive(Debug, Clone, Default)]
-pub(super) struct RankState {
-    /// Sequence number of this rank's next operation.
+pub(super) struct MemberState {
+    /// Sequence number of its next operation.
     pub(super) next: u64,
     pub(super) last: Option<(u64, Call)>,
-    /// How it went away, once it has.
-    pub(super) gone: Option<String>,
 }
 
 /// One operation of the group.

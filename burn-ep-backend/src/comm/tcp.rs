@@ -10,6 +10,7 @@ use std::sync::{Arc, Mutex};
 use std::thread;
 use std::time::Duration;
 
+use super::Ranks;
 use super::hub::{DEFAULT_TIMEOUT, Hub, Member, Wire, communicate_as_member};
 use super::round::{Call, Part};
 
@@ -29,7 +30,7 @@ pub struct TcpCommunicator {
 impl TcpCommunicator {
     /// `streams[r]` is the connection to rank r, None for this rank.
     pub(super) fn new(rank: usize, streams: Vec<Option<TcpStream>>) -> io::Result<Self> {
-        let hub = Hub::new(streams.len(), 1);
+        let hub = Hub::new(streams.len(), false);
         let mut writers = Vec::with_capacity(streams.len());
         for (peer, stream) in streams.into_iter().enumerate() {
             let Some(stream) = stream else {
@@ -48,10 +49,11 @@ impl TcpCommunicator {
         let peers = Arc::new(Peers { writers, hub: hub.clone() });
         Ok(Self {
             member: Member {
-                rank,
+                group: Ranks::all(peers.writers.len()),
+                index: rank,
                 timeout: DEFAULT_TIMEOUT,
                 hub,
-                wire: Some(Box::new(peers.clone())),
+                wire: Some(Arc::new(peers.clone())),
             },
             peers,
         })
@@ -76,7 +78,7 @@ impl Drop for TcpCommunicator {
     fn drop(&mut self) {
         for stream in self.peers.writers.iter().flatten() {
             let mut stream = lock(stream);
-            let _ = write_frame(&mut stream, Kind::Leave, 0, Call::new("barrier"), &[]);
+            let _ = write_frame(&mut stream, Kind::Leave, Ranks::all(0), 0, Call::new("barrier"), &[]);
             // The other direction stays open until the peer closes it: closing with unread data could lose what was just sent.
             let _ = stream.shutdown(Shutdown::Write);
         }
@@ -91,11 +93,12 @@ struct Peers {
 }
 
 impl Wire for Arc<Peers> {
-    fn send(&self, sequence: u64, call: Call, part: &mut Part) -> Result<(), String> {
-        for (peer, stream) in self.writers.iter().enumerate() {
-            let Some(stream) = stream else { continue };
-            let payload = encode(part.share(peer));
-            if let Err(error) = write_frame(&mut lock(stream), Kind::Part, sequence, call, &payload) {
+    fn send(&self, group: Ranks, sequence: u64, call: Call, part: &mut Part) -> Result<(), String> {
+        for index in 0..group.len {
+            let peer = group.member(index);
+            let Some(stream) = &self.writers[peer] else { continue };
+            let payload = encode(part.share(index));
+            if let Err(error) = write_frame(&mut lock(stream), Kind::Part, group, sequence, call, &payload) {
                 // A peer that gave up has said why before it closed the connection.
                 return Err(match self.hub.failure(NEWS) {
                     Some(why) => format!("the group has ended: {why}"),
@@ -108,7 +111,7 @@ impl Wire for Arc<Peers> {
 
     fn send_end(&self, why: &str) {
         for stream in self.writers.iter().flatten() {
-            let _ = write_frame(&mut lock(stream), Kind::End, 0, Call::new("barrier"), why.as_bytes());
+            let _ = write_frame(&mut lock(stream), Kind::End, Ranks::all(0), 0, Call::new("barrier"), why.as_bytes());
         }
     }
 }
@@ -120,7 +123,7 @@ fn lock(stream: &Mutex<TcpStream>) -> std::sync::MutexGuard<'_, TcpStream> {
 
 /// Operations by number on the wire.
 const OPS: [&str; 5] = ["all_to_all", "all_gather", "all_reduce_sum", "all_reduce_sum_f64", "barrier"];
-const HEADER: usize = 32;
+const HEADER: usize = 44;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
@@ -129,15 +132,19 @@ enum Kind {
     Leave = 0x4550_0003,
 }
 
-/// `kind u32, op u32, sequence u64, values + 1 or 0 u64, payload bytes u64`, little-endian, then the payload.
-fn write_frame(stream: &mut TcpStream, kind: Kind, sequence: u64, call: Call, payload: &[u8]) -> io::Result<()> {
+/// `kind u32, op u32, sequence u64, values + 1 or 0 u64, payload bytes u64, group (first, step, len) 3 x u32`, little-endian,
+/// then the payload.
+fn write_frame(stream: &mut TcpStream, kind: Kind, group: Ranks, sequence: u64, call: Call, payload: &[u8]) -> io::Result<()> {
     let op = OPS.iter().position(|op| *op == call.op).unwrap_or(OPS.len());
     let mut header = [0; HEADER];
     header[..4].copy_from_slice(&(kind as u32).to_le_bytes());
     header[4..8].copy_from_slice(&(op as u32).to_le_bytes());
     header[8..16].copy_from_slice(&sequence.to_le_bytes());
     header[16..24].copy_from_slice(&call.len.map_or(0, |len| len as u64 + 1).to_le_bytes());
-    header[24..].copy_from_slice(&(payload.len() as u64).to_le_bytes());
+    header[24..32].copy_from_slice(&(payload.len() as u64).to_le_bytes());
+    for (at, number) in [(32, group.first), (36, group.step), (40, group.len)] {
+        header[at..at + 4].copy_from_slice(&(number as u32).to_le_bytes());
+    }
     stream.write_all(&header)?;
     stream.write_all(payload)
 }
@@ -146,15 +153,18 @@ fn write_frame(stream: &mut TcpStream, kind: Kind, sequence: u64, call: Call, pa
 fn read_parts(mut stream: TcpStream, peer: usize, hub: &Hub) {
     let how = loop {
         match read_frame(&mut stream) {
-            Ok((Kind::Part, sequence, call, payload)) => {
-                let posted = decode(call, payload).and_then(|part| hub.post(peer, call, part));
+            Ok((Kind::Part, group, sequence, call, payload)) => {
+                let Ok(index) = group.check(peer, hub.world()) else {
+                    break format!("sent a part of a group it is not in ({group})");
+                };
+                let posted = decode(call, payload).and_then(|part| hub.post(group, index, call, part));
                 match posted {
                     Ok(expected) if expected == sequence => {}
                     Ok(expected) => break format!("sent operation {sequence} where {expected} comes next"),
                     Err(why) => break why,
                 }
             }
-            Ok((Kind::End, _, _, payload)) => {
+            Ok((Kind::End, _, _, _, payload)) => {
                 hub.end(|| String::from_utf8_lossy(&payload).into_owned());
                 return;
             }
@@ -166,7 +176,7 @@ fn read_parts(mut stream: TcpStream, peer: usize, hub: &Hub) {
     hub.end(|| format!("rank {peer}: {how}"));
 }
 
-fn read_frame(stream: &mut TcpStream) -> io::Result<(Kind, u64, Call, Vec<u8>)> {
+fn read_frame(stream: &mut TcpStream) -> io::Result<(Kind, Ranks, u64, Call, Vec<u8>)> {
     let mut header = [0; HEADER];
     stream.read_exact(&mut header)?;
     let word = |at: usize| u32::from_le_bytes(header[at..at + 4].try_into().expect("4 bytes"));
@@ -186,7 +196,12 @@ fn read_frame(stream: &mut TcpStream) -> io::Result<(Kind, u64, Call, Vec<u8>)> 
     if payload.len() as u64 != long(24) {
         return Err(io::ErrorKind::UnexpectedEof.into());
     }
-    Ok((kind, long(8), Call { op, len }, payload))
+    let group = Ranks {
+        first: word(32) as usize,
+        step: word(36) as usize,
+        len: word(40) as usize,
+    };
+    Ok((kind, group, long(8), Call { op, len }, payload))
 }
 
 fn encode(part: Part) -> Vec<u8> {

@@ -178,6 +178,18 @@ impl<B: MoeBackend> MoeBackend for EpBackend<B> {
         B::exchange_rows(rows, plan, comm)
     }
 
+    fn reduce_scatter(flat: FloatTensor<Self>, comm: &CommHandle) -> FloatTensor<Self> {
+        B::reduce_scatter(flat, comm)
+    }
+
+    fn all_gather(share: FloatTensor<Self>, comm: &CommHandle) -> FloatTensor<Self> {
+        B::all_gather(share, comm)
+    }
+
+    fn all_reduce(flat: FloatTensor<Self>, comm: &CommHandle) -> FloatTensor<Self> {
+        B::all_reduce(flat, comm)
+    }
+
     fn flash_attention(
         q: FloatTensor<Self>,
         k: FloatTensor<Self>,

@@ -4,6 +4,7 @@ pub mod adamw;
 pub mod adamw8;
 pub mod attention;
 pub mod causal_conv1d;
+pub mod collective;
 pub mod count;
 pub mod embedding;
 pub mod exchange;

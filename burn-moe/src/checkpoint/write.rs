@@ -144,7 +144,16 @@ impl Ranks<'_> {
     }
 
     fn is_first(&self) -> bool {
-        self.rank().rank == 0
+        self.0.is_none_or(|ep| ep.world_rank() == 0)
+    }
+
+    fn turn(&self) -> (usize, usize) {
+        self.0.map_or((0, 1), |ep| (ep.world_rank(), ep.world_size()))
+    }
+
+    /// Whether this rank writes its experts: replicas hold the same ones.
+    fn writes_experts(&self) -> bool {
+        self.0.is_none_or(EpGroup::is_first_replica)
     }
 
     /// Waits for all ranks and gives each the first rank's text. Fails on every rank when one failed, so that none waits for
@@ -157,7 +166,7 @@ impl Ranks<'_> {
             Ok(text) => format!("+{text}"),
             Err(error) => format!("-{error}"),
         };
-        let all = ep.comm().get().all_gather(message.into_bytes())?;
+        let all = ep.world().get().all_gather(message.into_bytes())?;
         outcome?;
         let texts = all.iter().map(|bytes| String::from_utf8_lossy(bytes));
         let mut first = None;
@@ -167,8 +176,8 @@ impl Ranks<'_> {
                 Some(_) => {}
                 None => {
                     return Err(Error::Op(OpError::Comm {
-                        rank: ep.rank(),
-                        world: ep.size(),
+                        rank: ep.world_rank(),
+                        world: ep.world_size(),
                         op: "save",
                         why: format!("rank {rank} failed: {}", text.trim_start_matches('-')),
                     }));
@@ -232,7 +241,8 @@ fn write_params<B: Backend, M: Module<B>>(
             paths: names.iter().map(|name| dir.join(name)).collect(),
             open: HashMap::new(),
         },
-        rank: ranks.rank(),
+        turn: ranks.turn(),
+        experts: ranks.writes_experts(),
         like: options.like,
         bar: &bar,
         allow_nonfinite: options.allow_nonfinite,
@@ -391,7 +401,10 @@ struct Writer<'a> {
     stack: PathStack,
     plan: &'a OutPlan,
     files: Files,
-    rank: EpRank,
+    /// Parameters that all ranks hold are written in turn: those until this rank's next one, and the number of ranks.
+    turn: (usize, usize),
+    /// Whether this rank writes its experts.
+    experts: bool,
     like: Option<&'a CheckpointSource>,
     bar: &'a ProgressBar,
     allow_nonfinite: bool,
@@ -405,8 +418,15 @@ impl Writer<'_> {
         let Some(param) = self.plan.params.get(&path) else {
             return;
         };
-        // Every rank holds the dense parameters; one writes them.
-        if self.error.is_some() || (param.share.is_none() && self.rank.rank != 0) {
+        let writes = match param.share {
+            Some(_) => self.experts,
+            None => {
+                let (until, ranks) = self.turn;
+                self.turn.0 = until.checked_sub(1).unwrap_or(ranks - 1);
+                until == 0
+            }
+        };
+        if self.error.is_some() || !writes {
             return;
         }
         let data = data();

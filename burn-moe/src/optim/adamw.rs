@@ -15,7 +15,7 @@ use burn_ep_backend::reference::adamw8;
 use burn_ep_backend::{AdamW8Prim, AdamWDesc, AdamWPrim, Block8Prim, Init, InitDesc, MoeBackend, stream_key};
 use serde::{Deserialize, Serialize};
 
-use super::{GradStore, ParamGroup, ParamInfo, ParamTable, ResolvedGroups};
+use super::{GradStore, ParamGroup, ParamInfo, ParamTable, ResolvedGroups, Shard, Shards};
 use crate::error::{Error, Result};
 
 /// Dtype of the moments.
@@ -88,7 +88,7 @@ impl AdamWConfig {
 pub struct AdamWMoments<B: MoeBackend> {
     /// Updates so far.
     pub step: u64,
-    /// First moment, shape of the parameter.
+    /// First moment, shape of the parameter; with [`Shards`], this rank's share of it, flat.
     pub m: FloatTensor<B>,
     /// Second moment.
     pub v: FloatTensor<B>,
@@ -112,6 +112,7 @@ pub struct AdamW<B: MoeBackend> {
     config: AdamWConfig,
     groups: ResolvedGroups,
     table: ParamTable,
+    shards: Option<Shards>,
     state: HashMap<ParamId, AdamWMoments<B>>,
     state8: HashMap<ParamId, Moments8<B>>,
     /// Parameters of the last update.
@@ -133,10 +134,28 @@ impl<B: MoeBackend> AdamW<B> {
             config,
             groups,
             table,
+            shards: None,
             state: HashMap::new(),
             state8: HashMap::new(),
             updated: Vec::new(),
         })
+    }
+
+    /// Deals the state over ranks: [`AdamW::step`] then takes the gradients that
+    /// [`reduce_to_shards`](super::reduce_to_shards) leaves, and every rank must call it. Before the first step.
+    #[must_use]
+    pub fn with_shards(mut self, shards: Option<Shards>) -> Self {
+        self.shards = shards;
+        self
+    }
+
+    /// How the state is dealt over ranks; None when each rank keeps all of its own.
+    pub fn shards(&self) -> Option<&Shards> {
+        self.shards.as_ref()
+    }
+
+    pub(crate) fn shard(&self, info: &ParamInfo) -> Option<Shard> {
+        self.shards.as_ref().and_then(|shards| shards.get(info))
     }
 
     /// The settings.
@@ -186,6 +205,13 @@ impl<B: MoeBackend> AdamW<B> {
             MomentDType::F32 | MomentDType::Block8 => FloatDType::F32,
             MomentDType::Param => param.into(),
         }
+    }
+
+    /// What [`AdamW::state`] holds of a parameter once it has been updated: name in a checkpoint and dtype.
+    pub(crate) fn state_dtypes(&self, info: &ParamInfo) -> impl Iterator<Item = (&'static str, DType)> {
+        let moments = DType::from(self.moment_dtype(info.dtype));
+        let master = self.wants_master(info.dtype).then_some(("master", DType::F32));
+        [("exp_avg", moments), ("exp_avg_sq", moments)].into_iter().chain(master)
     }
 
     fn wants_master(&self, dtype: DType) -> bool {
@@ -250,17 +276,36 @@ impl<B: MoeBackend> AdamW<B> {
     pub fn check(&self, grads: &GradStore<B>) -> Result<()> {
         for info in self.table.entries() {
             let Some(shape) = grads.shape(info.id) else { continue };
-            if shape != info.shape {
+            let expected = self.shard(info).map_or_else(|| info.shape.clone(), |shard| vec![shard.share]);
+            if shape != expected {
                 return Err(Error::Mismatch(format!(
-                    "gradient of `{}`: found shape {shape:?}, expected {:?}; build the optimizer from the model it updates",
-                    info.path, info.shape
+                    "gradient of `{}`: found shape {shape:?}, expected {expected:?}; build the optimizer from the model it updates",
+                    info.path
                 )));
             }
         }
         Ok(())
     }
 
+    /// Updates a parameter: all of it, or this rank's share, which the other ranks then get.
     fn update(
+        &mut self,
+        id: ParamId,
+        param: FloatTensor<B>,
+        grad: FloatTensor<B>,
+        lr: f64,
+        grad_scale: Option<FloatTensor<B>>,
+    ) -> FloatTensor<B> {
+        let Some(shard) = self.table.get(id).and_then(|info| self.shard(info)) else {
+            return self.update_own(id, param, grad, lr, grad_scale);
+        };
+        let shape = param.shape();
+        let share = shard.take::<B>(param);
+        let share = self.update_own(id, share, grad, lr, grad_scale);
+        shard.join::<B>(share, shape.as_slice())
+    }
+
+    fn update_own(
         &mut self,
         id: ParamId,
         param: FloatTensor<B>,

@@ -5,11 +5,11 @@ use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
 use burn_ep_backend::MoeBackend;
 use burn_ep_backend::comm::EpGroup;
 
-use super::{GradStore, ParamTable};
+use super::{GradStore, ParamTable, Shards};
 use crate::error::Result;
 
 /// Euclidean norm of the whole model's gradient. Each parameter counts once: a tied one once, a replicated one on this rank
-/// only (all ranks hold the same sum by now), routed experts over the ranks that hold them.
+/// only (all ranks hold the same sum by now), routed experts over the ranks they are spread over.
 pub fn global_norm<B: Backend>(grads: &GradStore<B>, table: &ParamTable, ep: Option<&EpGroup>) -> Result<f64> {
     let entries = table.entries();
     let squares = grads.squared_norms(entries.iter().map(|info| info.id));
@@ -26,6 +26,16 @@ pub fn global_norm<B: Backend>(grads: &GradStore<B>, table: &ParamTable, ep: Opt
         [experts] = sum;
     }
     Ok((replicated + experts).sqrt())
+}
+
+/// [`global_norm`] after [`reduce_to_shards`](super::reduce_to_shards): every rank adds what it alone has.
+pub fn sharded_norm<B: Backend>(grads: &GradStore<B>, table: &ParamTable, shards: &Shards) -> Result<f64> {
+    let entries = table.entries();
+    let squares = grads.squared_norms(entries.iter().map(|info| info.id));
+    // What nobody else holds is here alone, too.
+    let mut sum = [squares.iter().sum::<f64>()];
+    shards.group().world().get().all_reduce_sum_f64(&mut sum)?;
+    Ok(sum[0].sqrt())
 }
 
 /// Factor that brings a gradient of norm `norm` to at most `max_norm`: `min(1, max_norm / (norm + 1e-6))`, as in PyTorch.

@@ -1,86 +1,184 @@
 //! Gradients over ranks.
 //!
-//! Every rank backpropagates its own tokens. Replicated parameters are then summed over the ranks; routed experts are not,
-//! because each lives on one rank and the rows it worked on already came from all of them. The loss is scaled by the global
-//! number of label tokens, so sums are what one rank with the whole batch would compute: no factor of the group size.
+//! Every rank backpropagates its own tokens. What several ranks hold is then summed over them: replicated parameters over the
+//! job, routed experts over the replicas of their rank (the rows they worked on already came from their whole row of the mesh).
+//! The loss is scaled by the global number of label tokens, so sums are what one rank with the whole batch would compute: no
+//! factor of the group size. Sums are fp32 (fp64 parameters: fp64).
 
-use burn::module::ParamId;
-use burn::tensor::backend::Backend;
-use burn::tensor::{DType, Tensor, TensorData};
-use burn_ep_backend::comm::{Communicator, EpGroup};
+use burn::tensor::{DType, FloatDType, Shape, Slice, Tensor, TensorMetadata, TensorPrimitive};
+use burn_backend::tensor::FloatTensor;
+use burn_ep_backend::MoeBackend;
+use burn_ep_backend::comm::{CommHandle, EpGroup};
 
-use super::{GradStore, ParamInfo, ParamTable};
+use super::shards::holders;
+use super::{GradStore, ParamInfo, ParamTable, Shards};
 use crate::error::Result;
 
 /// Values per collective: large enough to hide its latency, small enough to stay out of the way in memory (16 MiB).
 const BUCKET: usize = 1 << 22;
 
-/// Sums the gradients of all parameters except routed experts over the ranks of `ep`, in rank order, in fp32 (fp64
-/// parameters: fp64). All ranks hold the same bits afterwards.
+/// Sums the gradients of every parameter over the ranks of `ep` that hold it. All of them hold the same bits afterwards.
 ///
 /// A rank without a gradient for a parameter contributes zero if any other rank has one. Every rank must call this with the
-/// table of the same model; without `ep`, or alone in the group, it does nothing.
-pub fn reduce_gradients<B: Backend>(grads: &mut GradStore<B>, table: &ParamTable, ep: Option<&EpGroup>, device: &B::Device) -> Result<()> {
-    let Some(ep) = ep.filter(|ep| ep.size() > 1) else {
+/// table of the same model; without `ep`, or alone in the job, it does nothing.
+pub fn reduce_gradients<B: MoeBackend>(
+    grads: &mut GradStore<B>,
+    table: &ParamTable,
+    ep: Option<&EpGroup>,
+    device: &B::Device,
+) -> Result<()> {
+    reduce(grads, table, ep, None, device)
+}
+
+/// As [`reduce_gradients`], but each rank keeps only its share of the sums: gradients of sharded parameters are `[share]` of
+/// [`Shard`](super::Shard) afterwards.
+pub fn reduce_to_shards<B: MoeBackend>(
+    grads: &mut GradStore<B>,
+    table: &ParamTable,
+    ep: &EpGroup,
+    shards: &Shards,
+    device: &B::Device,
+) -> Result<()> {
+    reduce(grads, table, Some(ep), Some(shards), device)
+}
+
+fn reduce<B: MoeBackend>(
+    grads: &mut GradStore<B>,
+    table: &ParamTable,
+    ep: Option<&EpGroup>,
+    shards: Option<&Shards>,
+    device: &B::Device,
+) -> Result<()> {
+    let Some(ep) = ep.filter(|ep| ep.world_size() > 1) else {
         return Ok(());
     };
-    let comm = ep.comm().get();
-    let replicated: Vec<&ParamInfo> = table.trainable().filter(|info| !info.is_expert()).collect();
-    let mut holders: Vec<f64> = replicated.iter().map(|info| f64::from(grads.contains(info.id))).collect();
-    comm.all_reduce_sum_f64(&mut holders)?;
+    let shared: Vec<&ParamInfo> = table.trainable().filter(|info| holders(info, ep).get().world() > 1).collect();
+    let mut count: Vec<f64> = shared.iter().map(|info| f64::from(grads.contains(info.id))).collect();
+    ep.world().get().all_reduce_sum_f64(&mut count)?;
 
-    let mut bucket = Bucket::default();
-    for (info, _) in replicated.iter().zip(holders).filter(|(_, holders)| *holders > 0.0) {
-        if info.dtype == DType::F64 {
-            let mut values = take(grads, info).map_or_else(|| vec![0.0; len(info)], |data| data.iter::<f64>().collect());
-            comm.all_reduce_sum_f64(&mut values)?;
-            let data = TensorData::new(values, [len(info)]);
-            grads.insert_flat(info.id, Tensor::from_data(data, (device, DType::F64)), &info.shape);
-            continue;
+    let mut buckets: Vec<Bucket<'_, B>> = Vec::new();
+    for (info, _) in shared.iter().zip(count).filter(|(_, count)| *count > 0.0) {
+        let comm = holders(info, ep);
+        let flat = flat_gradient(grads, info, device);
+        let (kind, flat) = match shards.and_then(|shards| shards.get(info)) {
+            Some(shard) => (Kind::Share(shard.share), shard.padded::<B>(flat)),
+            None => (Kind::Whole, flat),
+        };
+        let member = Member::<B> { info, flat, kind };
+        let sharded = kind != Kind::Whole;
+        let dtype = member.flat.dtype();
+        // Parameters of one kind go together: replicated or experts, fp32 or fp64.
+        let fitting = buckets
+            .iter_mut()
+            .find(|b| b.expert == info.is_expert() && b.dtype == dtype && b.sharded == sharded);
+        match fitting {
+            Some(bucket) => bucket.push(member, grads)?,
+            None => buckets.push(Bucket {
+                comm,
+                expert: info.is_expert(),
+                dtype,
+                sharded,
+                members: vec![member],
+            }),
         }
-        if !bucket.values.is_empty() && bucket.values.len() + len(info) > BUCKET {
-            bucket.reduce(comm, grads, device)?;
-        }
-        match take(grads, info) {
-            Some(data) => bucket.values.extend(data.iter::<f32>()),
-            None => bucket.values.resize(bucket.values.len() + len(info), 0.0),
-        }
-        bucket.members.push((info.id, info.shape.clone()));
     }
-    bucket.reduce(comm, grads, device)
+    buckets.iter_mut().try_for_each(|bucket| bucket.reduce(grads))
 }
 
-fn len(info: &ParamInfo) -> usize {
-    info.shape.iter().product()
+/// The gradient of `info` as the dtype it is summed in, flat; zeros where this rank has none.
+fn flat_gradient<B: MoeBackend>(grads: &mut GradStore<B>, info: &ParamInfo, device: &B::Device) -> FloatTensor<B> {
+    let dtype = match info.dtype {
+        DType::F64 => FloatDType::F64,
+        _ => FloatDType::F32,
+    };
+    match grads.remove_flat(info.id) {
+        Some((flat, _)) => flat.cast(dtype).into_primitive().tensor(),
+        None => B::float_zeros(Shape::new([info.shape.iter().product()]), device, dtype),
+    }
 }
 
-fn take<B: Backend>(grads: &mut GradStore<B>, info: &ParamInfo) -> Option<TensorData> {
-    grads.remove_flat(info.id).map(|(flat, _)| flat.into_data())
+#[derive(Clone, Copy, PartialEq)]
+enum Kind {
+    /// Every rank gets the whole sum.
+    Whole,
+    /// Every rank gets this many elements.
+    Share(usize),
+}
+
+struct Member<'a, B: MoeBackend> {
+    info: &'a ParamInfo,
+    flat: FloatTensor<B>,
+    kind: Kind,
 }
 
 /// Gradients that travel together.
-#[derive(Default)]
-struct Bucket {
-    values: Vec<f32>,
-    members: Vec<(ParamId, Vec<usize>)>,
+struct Bucket<'a, B: MoeBackend> {
+    comm: &'a CommHandle,
+    expert: bool,
+    dtype: DType,
+    sharded: bool,
+    members: Vec<Member<'a, B>>,
 }
 
-impl Bucket {
+impl<'a, B: MoeBackend> Bucket<'a, B> {
+    fn push(&mut self, member: Member<'a, B>, grads: &mut GradStore<B>) -> Result<()> {
+        let len = |member: &Member<'a, B>| member.flat.shape().num_elements();
+        let full: usize = self.members.iter().map(len).sum();
+        if full + len(&member) > BUCKET {
+            self.reduce(grads)?;
+        }
+        self.members.push(member);
+        Ok(())
+    }
+
     /// Sums over the ranks, returns the members to the store, and leaves the bucket empty.
-    fn reduce<B: Backend>(&mut self, comm: &dyn Communicator, grads: &mut GradStore<B>, device: &B::Device) -> Result<()> {
+    fn reduce(&mut self, grads: &mut GradStore<B>) -> Result<()> {
         if self.members.is_empty() {
             return Ok(());
         }
-        comm.all_reduce_sum(&mut self.values)?;
-        let mut rest = self.values.as_slice();
-        for (id, shape) in self.members.drain(..) {
-            let (values, after) = rest.split_at(shape.iter().product());
-            rest = after;
-            let data = TensorData::new(values.to_vec(), [values.len()]);
-            grads.insert_flat(id, Tensor::from_data(data, (device, DType::F32)), &shape);
+        let members = std::mem::take(&mut self.members);
+        let sum = match self.sharded {
+            true => self.reduce_shares(&members),
+            false => {
+                let flats = members.iter().map(|member| member.flat.clone()).collect();
+                B::all_reduce(cat::<B>(flats, 0), self.comm)
+            }
+        };
+        self.comm.check()?;
+        let alone = members.len() == 1;
+        let mut start = 0;
+        for member in members {
+            let (len, shape) = match member.kind {
+                Kind::Whole => (member.flat.shape().num_elements(), member.info.shape.clone()),
+                Kind::Share(share) => (share, vec![share]),
+            };
+            let part = match alone {
+                true => sum.clone(),
+                false => B::float_slice(sum.clone(), &[Slice::from(start..start + len)]),
+            };
+            start += len;
+            grads.insert_flat(member.info.id, Tensor::from_primitive(TensorPrimitive::Float(part)), &shape);
         }
-        self.values.clear();
         Ok(())
+    }
+
+    /// The shares of one rank lie side by side, those of the ranks one after another.
+    fn reduce_shares(&self, members: &[Member<'a, B>]) -> FloatTensor<B> {
+        let ranks = self.comm.get().world();
+        let rows = members.iter().map(|member| {
+            let share = member.flat.shape().num_elements() / ranks;
+            B::float_reshape(member.flat.clone(), Shape::new([ranks, share]))
+        });
+        let all = cat::<B>(rows.collect(), 1);
+        let len = all.shape().num_elements();
+        B::reduce_scatter(B::float_reshape(all, Shape::new([len])), self.comm)
+    }
+}
+
+fn cat<B: MoeBackend>(mut tensors: Vec<FloatTensor<B>>, dim: usize) -> FloatTensor<B> {
+    match tensors.len() {
+        1 => tensors.remove(0),
+        _ => B::float_cat(tensors, dim),
     }
 }
 
@@ -89,12 +187,13 @@ mod tests {
     use std::thread;
 
     use burn::module::{Module, Param};
-    use burn::tensor::FloatDType;
-    use burn_ep_backend::comm::{CommHandle, LocalCommunicator};
+    use burn::tensor::TensorData;
+    use burn::tensor::backend::Backend;
+    use burn_ep_backend::comm::LocalCommunicator;
     use burn_flex::Flex;
 
     use super::*;
-    use crate::optim::global_norm;
+    use crate::optim::{global_norm, sharded_norm};
 
     #[derive(Module, Debug)]
     struct Experts<B: Backend> {
@@ -124,10 +223,14 @@ mod tests {
     }
 
     fn on_ranks<T: Send>(world: usize, f: impl Fn(EpGroup) -> T + Sync) -> Vec<T> {
+        on_mesh(world, world, f)
+    }
+
+    fn on_mesh<T: Send>(world: usize, size: usize, f: impl Fn(EpGroup) -> T + Sync) -> Vec<T> {
         thread::scope(|scope| {
             let threads: Vec<_> = LocalCommunicator::group(world)
                 .into_iter()
-                .map(|comm| scope.spawn(|| f(EpGroup::new(CommHandle::new(comm)))))
+                .map(|comm| scope.spawn(|| f(EpGroup::mesh(CommHandle::new(comm), size).unwrap())))
                 .collect();
             threads.into_iter().map(|t| t.join().unwrap()).collect()
         })
@@ -185,6 +288,54 @@ mod tests {
             (norms(9.0, &[0.0; 8]), 3.0),
         ] {
             assert!(found.iter().all(|norm| (norm - expected).abs() < 1e-5), "{found:?} for {expected}");
+        }
+    }
+    /// 2 x 2: what is replicated is summed over four ranks, experts over the two that hold them; in shares, each rank keeps
+    /// its part, and the norm is the same.
+    #[test]
+    fn experts_are_summed_over_their_replicas_also_in_shares() {
+        let results = on_mesh(4, 2, |ep| {
+            let (layer, device, rank) = (layer(), Default::default(), ep.world_rank() as f32);
+            let table = ParamTable::new(&layer);
+            let gradients = || {
+                let mut grads = GradStore::<Flex>::new();
+                grads.add(layer.norm.id, Tensor::<Flex, 1>::from_floats([rank, 1.0], &device));
+                // one replica of each expert saw no row
+                if ep.is_first_replica() {
+                    grads.add(layer.experts.up.id, Tensor::<Flex, 2>::full([1, 2], 10.0 + rank, &device));
+                }
+                grads
+            };
+            let mut whole = gradients();
+            reduce_gradients(&mut whole, &table, Some(&ep), &device).unwrap();
+            let list = |t: TensorData| t.to_vec::<f32>().unwrap();
+            let sums = (
+                list(whole.get::<1>(layer.norm.id).unwrap().into_data()),
+                list(whole.get::<2>(layer.experts.up.id).unwrap().into_data()),
+            );
+            let mut shares = gradients();
+            let shards = Shards::new(ep.clone());
+            reduce_to_shards(&mut shares, &table, &ep, &shards, &device).unwrap();
+            let own = |id| list(shares.get::<1>(id).unwrap().into_data());
+            let norms = (
+                global_norm(&whole, &table, Some(&ep)).unwrap(),
+                sharded_norm(&shares, &table, &shards).unwrap(),
+            );
+            (sums, own(layer.norm.id), own(layer.experts.up.id), norms)
+        });
+        for (rank, ((norm, up), own_norm, own_up, norms)) in results.into_iter().enumerate() {
+            let expert = 10.0 + (rank % 2) as f32;
+            assert_eq!((norm, up), (vec![6.0, 4.0], vec![expert; 2]));
+            assert_eq!((own_norm.len(), own_up.len()), (256, 256), "a block each, most of it padding");
+            // Both parameters fit in the first share.
+            let first = |is: bool, values: [f32; 2]| if is { values } else { [0.0; 2] };
+            assert_eq!(own_norm[..2], first(rank == 0, [6.0, 4.0]));
+            assert_eq!(own_up[..2], first(rank < 2, [expert; 2]));
+            let expected = (36.0 + 16.0 + 2.0 * 100.0 + 2.0 * 121.0f64).sqrt();
+            assert!(
+                (norms.0 - expected).abs() < 1e-6 && (norms.1 - expected).abs() < 1e-6,
+                "{norms:?} for {expected}"
+            );
         }
     }
 }

@@ -105,9 +105,9 @@ fn checkpoints(output: &Path) -> Result<Vec<(u64, PathBuf)>> {
 /// `dir` is replaced. Every rank calls it; rank 0 creates and moves.
 pub(super) fn write_folder(dir: &Path, ep: Option<&EpGroup>, write: impl FnOnce(&Path) -> Result<()>) -> Result<()> {
     let partial = with_suffix(dir, ".partial");
-    let leader = ep.is_none_or(|ep| ep.rank() == 0);
+    let leader = ep.is_none_or(|ep| ep.world_rank() == 0);
     let barrier = || match ep {
-        Some(ep) => ep.comm().get().barrier().map_err(Error::from),
+        Some(ep) => ep.world().get().barrier().map_err(Error::from),
         None => Ok(()),
     };
     if leader {

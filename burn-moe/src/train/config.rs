@@ -31,6 +31,9 @@ pub struct TrainerConfig {
     pub router_bias: Option<RouterBiasConfig>,
     /// Route evenly regardless of the logits (benchmarks only).
     pub force_balanced: bool,
+    /// Deal the optimizer state over the ranks that hold the same parameter (ZeRO stage 1): the same update with a share of the
+    /// memory. Without several ranks it changes nothing.
+    pub shard_optimizer: bool,
     /// Peak of one device in TFLOP/s, which the reported MFU is relative to; None: no MFU.
     pub peak_tflops: Option<f64>,
 }
@@ -48,6 +51,7 @@ impl Default for TrainerConfig {
             z_loss: 0.0,
             router_bias: None,
             force_balanced: false,
+            shard_optimizer: true,
             peak_tflops: None,
         }
     }

@@ -193,9 +193,9 @@ impl<B: MoeBackend> StepSums<B> {
         };
         let mut values = local.split_off(count);
         let mut world = 1.0;
-        if let Some(ep) = ep.filter(|ep| ep.size() > 1) {
-            ep.comm().get().all_reduce_sum_f64(&mut values)?;
-            world = ep.size() as f64;
+        if let Some(all) = ep.map(|ep| ep.world().get()).filter(|all| all.world() > 1) {
+            all.all_reduce_sum_f64(&mut values)?;
+            world = all.world() as f64;
         }
         let mut values = values.into_iter();
         let [cross_entropy, balance, z] = present.map(|present| present.then(|| values.next().unwrap_or(f64::NAN)));

@@ -58,8 +58,11 @@ pub fn no_hook<B: burn::tensor::backend::Backend>(_: Segment, _: &[ParamId], _: 
 /// deadlock if one of them sat in a collective inside its backward while another still finished the previous one, hence the
 /// barrier.
 pub(super) fn backward<B: TrainBackend>(root: Tensor<B, 1>, ep: Option<&EpGroup>) -> Result<B::Gradients> {
-    if let Some(ep) = ep.filter(|ep| ep.size() > 1) {
-        ep.comm().get().barrier()?;
+    if let Some(world) = ep
+        .map(|ep| ep.world().get())
+        .filter(|world| world.world() > 1 && world.in_process())
+    {
+        world.barrier()?;
     }
     // The anchor makes the root differentiable even if every parameter of the segment is frozen.
     let anchor = Tensor::<B, 1>::from_inner(root.clone().inner().zeros_like()).require_grad();
@@ -71,7 +74,7 @@ pub(super) fn backward<B: TrainBackend>(root: Tensor<B, 1>, ep: Option<&EpGroup>
 /// Surfaces a communication error that an op could not return.
 pub(super) fn check(ep: Option<&EpGroup>) -> Result<()> {
     match ep {
-        Some(ep) => Ok(ep.comm().check()?),
+        Some(ep) => Ok(ep.world().check()?),
         None => Ok(()),
     }
 }

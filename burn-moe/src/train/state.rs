@@ -7,13 +7,15 @@
 //!     trainer_state.json            step, token count, data position, settings, update counts
 //! ```
 //!
-//! Tensors have the names and shapes of the whole model: routed experts are gathered over the ranks and sliced again when
-//! loading, so that a run may continue with another expert-parallel size. Training draws no random numbers besides the order
+//! Tensors have the names and shapes of the whole model, whatever a rank holds of them: each writes its own elements into the one
+//! file and reads them again when loading, so that a run may continue on another mesh. Training draws no random numbers besides the order
 //! of the data, which the data position carries.
 
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::io::{BufWriter, Read, Seek, SeekFrom, Write};
+use std::fs::OpenOptions;
+use std::io::{Read, Seek, SeekFrom, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use burn::tensor::{DType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
@@ -88,7 +90,7 @@ impl TrainerState {
     }
 }
 
-/// Writes the state into `dir/training_state`, synced to disk. Every rank of `ep` must call it; rank 0 writes.
+/// Writes the state into `dir/training_state`, synced to disk. Every rank of `ep` must call it.
 pub(super) fn write_state<B: MoeBackend>(
     dir: &Path,
     state: &TrainerState,
@@ -96,24 +98,25 @@ pub(super) fn write_state<B: MoeBackend>(
     table: &ParamTable,
     ep: Option<&EpGroup>,
 ) -> Result<()> {
-    let writer = ep.is_none_or(|ep| ep.rank() == 0);
     let folder = dir.join(STATE_DIR);
-    if writer {
+    let path = folder.join(TENSORS);
+    if ep.is_none_or(|ep| ep.world_rank() == 0) {
         std::fs::create_dir_all(&folder).map_err(|e| Error::io(&folder, "create", e))?;
-    }
-    write_tensors(writer.then(|| folder.join(TENSORS)).as_deref(), optimizer, table, ep)?;
-    if writer {
-        let path = folder.join(JSON);
-        let text = serde_json::to_string_pretty(state).map_err(|e| Error::checkpoint(&path, "training state", e, "plain JSON values"))?;
-        let mut file = File::create(&path).map_err(|e| Error::io(&path, "create", e))?;
+        let json = folder.join(JSON);
+        let text = serde_json::to_string_pretty(state).map_err(|e| Error::checkpoint(&json, "training state", e, "plain JSON values"))?;
+        let mut file = File::create(&json).map_err(|e| Error::io(&json, "create", e))?;
         file.write_all(text.as_bytes())
             .and_then(|()| file.sync_all())
-            .map_err(|e| Error::io(&path, "write", e))?;
+            .map_err(|e| Error::io(&json, "write", e))?;
+        File::create(&path).map_err(|e| Error::io(&path, "create", e))?;
     }
-    Ok(())
+    if let Some(ep) = ep {
+        ep.world().get().barrier()?;
+    }
+    write_tensors(&path, optimizer, table, ep)
 }
 
-/// Loads the optimizer state of `dir` for the parameters in `table`; a rank of `ep` takes its share of the experts.
+/// Loads the optimizer state of `dir` for the parameters in `table`; a rank of `ep` takes what it holds.
 pub(super) fn read_tensors<B: MoeBackend>(
     dir: &Path,
     state: &TrainerState,
@@ -141,11 +144,13 @@ pub(super) fn read_tensors<B: MoeBackend>(
         };
         let moments = AdamWMoments {
             step,
-            m: file.tensor::<B>(info, "exp_avg", ep, device)?.ok_or_else(missing("exp_avg"))?,
+            m: file
+                .tensor::<B>(info, "exp_avg", optimizer, ep, device)?
+                .ok_or_else(missing("exp_avg"))?,
             v: file
-                .tensor::<B>(info, "exp_avg_sq", ep, device)?
+                .tensor::<B>(info, "exp_avg_sq", optimizer, ep, device)?
                 .ok_or_else(missing("exp_avg_sq"))?,
-            master: file.tensor::<B>(info, "master", ep, device)?,
+            master: file.tensor::<B>(info, "master", optimizer, ep, device)?,
         };
         optimizer
             .check_state(info, &moments)
@@ -161,9 +166,58 @@ fn parts<B: MoeBackend>(moments: &AdamWMoments<B>) -> impl Iterator<Item = (&'st
         .chain(moments.master.iter().map(|master| ("master", master)))
 }
 
-/// Ranks that share a parameter along its first axis.
-fn shares(info: &ParamInfo, ep: Option<&EpGroup>) -> usize {
-    if info.is_expert() { ep.map_or(1, EpGroup::size) } else { 1 }
+/// Which elements of a whole tensor a rank holds.
+struct Place {
+    /// Shape of the whole tensor.
+    shape: Vec<usize>,
+    /// First element of this rank.
+    start: usize,
+    /// Elements of this rank; zeros fill its tensor behind them.
+    count: usize,
+    /// Shape of this rank's tensor.
+    local: Vec<usize>,
+    /// Whether this rank is the one that writes them.
+    writes: bool,
+}
+
+impl Place {
+    fn new<B: MoeBackend>(info: &ParamInfo, optimizer: &AdamW<B>, ep: Option<&EpGroup>) -> Self {
+        let (rank, ranks) = match ep.filter(|_| info.is_expert()) {
+            Some(ep) => (ep.rank(), ep.size()),
+            None => (0, 1),
+        };
+        let mut shape = info.shape.clone();
+        if let Some(first) = shape.first_mut() {
+            *first *= ranks;
+        }
+        let len: usize = info.shape.iter().product();
+        let (held, local, writes) = match optimizer.shard(info) {
+            Some(shard) => (shard.range(), vec![shard.share], true),
+            None => {
+                let first = |ep: &EpGroup| {
+                    if info.is_expert() {
+                        ep.is_first_replica()
+                    } else {
+                        ep.world_rank() == 0
+                    }
+                };
+                (0..len, info.shape.clone(), ep.is_none_or(first))
+            }
+        };
+        Self {
+            shape,
+            start: rank * len + held.start,
+            count: held.len(),
+            local,
+            writes,
+        }
+    }
+
+    /// Position in a file in which the whole tensor begins at `offset`.
+    fn bytes(&self, offset: usize, dtype: DType) -> Range<u64> {
+        let start = (offset + self.start * dtype.size()) as u64;
+        start..start + (self.count * dtype.size()) as u64
+    }
 }
 
 #[derive(Serialize)]
@@ -173,68 +227,55 @@ struct HeaderEntry {
     data_offsets: [usize; 2],
 }
 
-/// Streams one tensor at a time. Parameters are visited in module order, which all ranks share, so the gathers match.
-fn write_tensors<B: MoeBackend>(path: Option<&Path>, optimizer: &AdamW<B>, table: &ParamTable, ep: Option<&EpGroup>) -> Result<()> {
+/// Writes this rank's part of the file at `path`, which is there; rank 0 the header too. One tensor is on the host at a time.
+fn write_tensors<B: MoeBackend>(path: &Path, optimizer: &AdamW<B>, table: &ParamTable, ep: Option<&EpGroup>) -> Result<()> {
     let infos: Vec<&ParamInfo> = table.entries().iter().filter(|info| optimizer.updates(info.id).is_some()).collect();
-    let mut file = match path {
-        Some(path) => Some((path, BufWriter::new(File::create(path).map_err(|e| Error::io(path, "create", e))?))),
-        None => None,
-    };
-    let put = |file: &mut Option<(&Path, BufWriter<File>)>, bytes: &[u8]| match file {
-        Some((path, file)) => file.write_all(bytes).map_err(|e| Error::io(*path, "write", e)),
-        None => Ok(()),
-    };
-
     let mut header = BTreeMap::new();
+    let mut offsets = Vec::new();
     let mut offset = 0;
     for info in &infos {
-        // One at a time: 8-bit moments are widened here.
-        let Some(moments) = optimizer.state(info.id) else { continue };
-        for (name, tensor) in parts(&moments) {
-            let mut shape = tensor.shape().as_slice().to_vec();
-            if let Some(first) = shape.first_mut() {
-                *first *= shares(info, ep);
-            }
-            let end = offset + shape.iter().product::<usize>() * tensor.dtype().size();
+        let place = Place::new(info, optimizer, ep);
+        for (name, dtype) in optimizer.state_dtypes(info) {
+            let end = offset + place.shape.iter().product::<usize>() * dtype.size();
             let entry = HeaderEntry {
-                dtype: dtype_name(tensor.dtype(), info)?,
-                shape,
+                dtype: dtype_name(dtype, info)?,
+                shape: place.shape.clone(),
                 data_offsets: [offset, end],
             };
             header.insert(format!("{}.{name}", info.path), entry);
+            offsets.push(offset);
             offset = end;
         }
     }
-    let shown = path.unwrap_or(Path::new(TENSORS));
-    let mut header = serde_json::to_vec(&header).map_err(|e| Error::checkpoint(shown, "header", e, "plain JSON"))?;
+    let mut header = serde_json::to_vec(&header).map_err(|e| Error::checkpoint(path, "header", e, "plain JSON"))?;
     header.resize(header.len().next_multiple_of(8), b' ');
-    put(&mut file, &(header.len() as u64).to_le_bytes())?;
-    put(&mut file, &header)?;
+    let data_start = 8 + header.len() as u64;
 
+    let mut file = OpenOptions::new().write(true).open(path).map_err(|e| Error::io(path, "open", e))?;
+    let mut put = |at: u64, bytes: &[u8]| {
+        let written = file.seek(SeekFrom::Start(at)).and_then(|_| file.write_all(bytes));
+        written.map_err(|e| Error::io(path, "write", e))
+    };
+    if ep.is_none_or(|ep| ep.world_rank() == 0) {
+        put(0, &(header.len() as u64).to_le_bytes())?;
+        put(8, &header)?;
+    }
+    let mut offsets = offsets.into_iter();
     for info in &infos {
+        // One at a time: 8-bit moments are widened here.
         let Some(moments) = optimizer.state(info.id) else { continue };
-        for (_, tensor) in parts(&moments) {
-            let tensor = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(B::float_reshape(
-                tensor.clone(),
-                Shape::new([tensor.shape().num_elements()]),
-            )));
-            let data = tensor.into_data();
-            match ep.filter(|_| shares(info, ep) > 1) {
-                Some(ep) => {
-                    for share in ep.comm().get().all_gather(data.as_bytes().to_vec())? {
-                        put(&mut file, &share)?;
-                    }
-                }
-                None => put(&mut file, data.as_bytes())?,
+        let place = Place::new(info, optimizer, ep);
+        for ((_, tensor), offset) in parts(&moments).zip(offsets.by_ref()) {
+            let range = place.bytes(offset, tensor.dtype());
+            if !place.writes || range.is_empty() {
+                continue;
             }
+            let flat = B::float_reshape(tensor.clone(), Shape::new([tensor.shape().num_elements()]));
+            let data = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(flat)).into_data();
+            put(data_start + range.start, &data.as_bytes()[..(range.end - range.start) as usize])?;
         }
     }
-    if let Some((path, mut file)) = file {
-        file.flush()
-            .and_then(|()| file.get_ref().sync_all())
-            .map_err(|e| Error::io(path, "write", e))?;
-    }
-    Ok(())
+    file.sync_all().map_err(|e| Error::io(path, "sync", e))
 }
 
 /// An optimizer file, read one tensor at a time.
@@ -283,11 +324,12 @@ impl StateFile {
         })
     }
 
-    /// This rank's share of a tensor; None when the file has none of that name.
+    /// This rank's elements of a tensor; None when the file has none of that name.
     fn tensor<B: MoeBackend>(
         &mut self,
         info: &ParamInfo,
         name: &str,
+        optimizer: &AdamW<B>,
         ep: Option<&EpGroup>,
         device: &B::Device,
     ) -> Result<Option<FloatTensor<B>>> {
@@ -302,28 +344,24 @@ impl StateFile {
             safetensors::Dtype::F16 => DType::F16,
             other => return Err(Error::checkpoint(&self.path, what(), format!("dtype {other:?}"), "a float dtype")),
         };
-        let shares = shares(info, ep);
-        let mut whole = info.shape.clone();
-        if let Some(first) = whole.first_mut() {
-            *first *= shares;
-        }
-        if entry.shape != whole {
+        let place = Place::new(info, optimizer, ep);
+        if entry.shape != place.shape {
             return Err(Error::checkpoint(
                 &self.path,
                 what(),
                 format!("shape {:?}", entry.shape),
-                format!("{whole:?}"),
+                format!("{:?}", place.shape),
             ));
         }
-        let (start, end) = entry.data_offsets;
-        let share = (end - start) / shares;
-        let rank = if shares > 1 { ep.map_or(0, EpGroup::rank) } else { 0 };
-        let mut bytes = vec![0; share];
+        let range = place.bytes(entry.data_offsets.0, dtype);
+        // Zeros behind the end of the parameter.
+        let mut bytes = vec![0; place.local.iter().product::<usize>() * dtype.size()];
+        let held = &mut bytes[..(range.end - range.start) as usize];
         self.file
-            .seek(SeekFrom::Start(self.data_start + (start + rank * share) as u64))
-            .and_then(|_| self.file.read_exact(&mut bytes))
+            .seek(SeekFrom::Start(self.data_start + range.start))
+            .and_then(|_| self.file.read_exact(held))
             .map_err(|e| Error::io(&self.path, "read", e))?;
-        let data = TensorData::from_bytes_vec(bytes, info.shape.clone(), dtype);
+        let data = TensorData::from_bytes_vec(bytes, place.local, dtype);
         Ok(Some(B::resident_from_data(data, device)))
     }
 }

@@ -58,8 +58,9 @@ impl StepSettings {
         }
     }
 
-    fn comm(&self) -> Option<&CommHandle> {
-        self.ep.as_ref().map(EpGroup::comm)
+    /// All ranks of the job: each has tokens of its own.
+    fn world(&self) -> Option<&CommHandle> {
+        self.ep.as_ref().map(EpGroup::world)
     }
 }
 
@@ -90,7 +91,7 @@ pub fn forward_backward<B: TrainBackend, M: TrainableLm<B>>(
     on_segment: &mut SegmentHook<'_, B::InnerBackend>,
 ) -> Result<MicroBatchStats<B::InnerBackend>> {
     let result = run(model, batch, device, settings, grads, on_segment);
-    if let (Err(error), Some(comm)) = (&result, settings.comm()) {
+    if let (Err(error), Some(comm)) = (&result, settings.world()) {
         comm.get().abort(&error.to_string());
     }
     result
@@ -309,7 +310,7 @@ impl<B: MoeBackend> RouterStats<B> {
     /// The losses of this micro-batch and their weights in the total.
     fn losses(self, settings: &StepSettings, device: &B::Device) -> Result<AuxLosses<B>> {
         let (comm, weight) = match settings.aux_scaling {
-            AuxScaling::Average => (settings.comm(), settings.micro_batch_weight),
+            AuxScaling::Average => (settings.world(), settings.micro_batch_weight),
             AuxScaling::Reference => (None, 1.0),
         };
         let balance = match self.balance {
@@ -319,7 +320,7 @@ impl<B: MoeBackend> RouterStats<B> {
         let z = if self.with_z {
             let mut sum = self.z_sum.unwrap_or_else(|| Tensor::zeros([1], (device, DType::F32)));
             let mut rows = self.rows * self.routers as f64;
-            if let Some(comm) = settings.comm().filter(|comm| comm.get().world() > 1) {
+            if let Some(comm) = settings.world().filter(|comm| comm.get().world() > 1) {
                 let mut sums = [sum.into_data().iter::<f64>().next().unwrap_or(f64::NAN), rows];
                 comm.get().all_reduce_sum_f64(&mut sums)?;
                 sum = Tensor::from_data(TensorData::new(vec![sums[0]], [1]), (device, DType::F32));

@@ -19,7 +19,8 @@ use crate::batch::HostBatch;
 use crate::error::{Error, Result};
 use crate::loss::label_scale;
 use crate::optim::{
-    AdamW, GradStore, ParamTable, check_router_bias, clip_factor, clip_scale, freeze, global_norm, reduce_gradients, update_router_bias,
+    AdamW, GradStore, ParamTable, Shards, check_router_bias, clip_factor, clip_scale, freeze, global_norm, reduce_gradients,
+    reduce_to_shards, sharded_norm, update_router_bias,
 };
 
 /// Steps from one measurement of the update's part of the time to the next.
@@ -53,12 +54,14 @@ pub struct Trainer<B: TrainBackend, M> {
 }
 
 impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
-    /// Prepares training. `ep` is the group over which the model's experts are spread; None when all are here.
+    /// Prepares training. `ep` is this rank's place in the mesh over which the model's experts are spread; None when all are here.
     ///
     /// Fails when a setting is out of range, a name pattern matches nothing, or nothing is left to train.
     pub fn new(model: M, config: TrainerConfig, device: B::Device, ep: Option<EpGroup>) -> Result<Self> {
         config.validate()?;
-        let optimizer = AdamW::new(config.optimizer.clone(), ParamTable::new(&model))?;
+        let several = ep.as_ref().filter(|ep| config.shard_optimizer && ep.world_size() > 1);
+        let shards = several.map(|ep| Shards::new(ep.clone()));
+        let optimizer = AdamW::new(config.optimizer.clone(), ParamTable::new(&model))?.with_shards(shards);
         let model = freeze(model, optimizer.groups());
         let table = ParamTable::new(&model);
         if table.trainable().next().is_none() {
@@ -174,7 +177,8 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         Ok(end)
     }
 
-    /// One optimizer step over the given micro-batches of this rank. On an error the parameters are unchanged.
+    /// One optimizer step over the given micro-batches of this rank. On an error the parameters are unchanged, unless another
+    /// rank was lost while the new ones were gathered.
     pub fn train_step(&mut self, micro_batches: &[HostBatch]) -> Result<StepReport> {
         let result = self.step_inner(micro_batches);
         self.abort_on_error(result)
@@ -199,7 +203,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         let update_start = Instant::now();
         let lr = self.config.schedule.lr(self.step, self.config.steps);
         self.optimizer.check(&grads)?;
-        let (totals, grad_norm) = match self.ep.as_ref().is_some_and(|ep| ep.size() > 1) {
+        let (totals, grad_norm) = match self.ep.as_ref().is_some_and(|ep| ep.world_size() > 1) {
             true => self.update_after_reading(&mut grads, sums, labels, lr)?,
             false => self.update_and_read(&mut grads, sums, labels, lr)?,
         };
@@ -222,7 +226,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         self.tokens += tokens as u64;
         let expert_load = totals.load.into_iter().enumerate();
         let seconds = start.elapsed().as_secs_f64();
-        let ranks = self.ep.as_ref().map_or(1, EpGroup::size) as f64;
+        let ranks = self.ep.as_ref().map_or(1, EpGroup::world_size) as f64;
         // The attention part of the work depends on the length of the rows.
         let flops = self.model().flops_per_token(micro_batches[0].seq);
         let tflops = flops.map(|flops| flops * tokens / seconds.max(1e-9) / 1e12);
@@ -270,7 +274,10 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
                 &mut no_hook,
             )?);
         }
-        reduce_gradients(&mut grads, &self.table, self.ep.as_ref(), &self.device)?;
+        match (self.optimizer.shards(), &self.ep) {
+            (Some(shards), Some(ep)) => reduce_to_shards(&mut grads, &self.table, ep, shards, &self.device)?,
+            _ => reduce_gradients(&mut grads, &self.table, self.ep.as_ref(), &self.device)?,
+        }
         Ok((grads, sums))
     }
 
@@ -303,11 +310,16 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         lr: f64,
     ) -> Result<(StepTotals, f64)> {
         let (totals, _) = sums.totals(self.ep.as_ref(), None)?;
-        let grad_norm = global_norm(grads, &self.table, self.ep.as_ref())?;
+        let grad_norm = match self.optimizer.shards() {
+            Some(shards) => sharded_norm(grads, &self.table, shards)?,
+            None => global_norm(grads, &self.table, self.ep.as_ref())?,
+        };
         self.check_totals(&totals, labels, grad_norm)?;
         let factor = self.config.max_grad_norm.map_or(1.0, |max| clip_factor(grad_norm, max));
         let scale = Tensor::from_data(TensorData::new(vec![factor as f32], [1]), (&self.device, DType::F32));
         self.update(grads, lr, (factor != 1.0).then_some(scale));
+        // Gathering the new weights may have failed.
+        super::segment::check(self.ep.as_ref())?;
         Ok((totals, grad_norm))
     }
 
@@ -365,7 +377,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
     }
 
     fn prune(&self, plan: &SavePlan) -> Result<()> {
-        match self.ep.as_ref().is_none_or(|ep| ep.rank() == 0) {
+        match self.ep.as_ref().is_none_or(|ep| ep.world_rank() == 0) {
             true => plan.prune(),
             false => Ok(()),
         }
@@ -380,8 +392,8 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
     }
 
     fn all_reduce(&self, values: &mut [f64]) -> Result<()> {
-        match self.ep.as_ref().filter(|ep| ep.size() > 1) {
-            Some(ep) => Ok(ep.comm().get().all_reduce_sum_f64(values)?),
+        match self.ep.as_ref().filter(|ep| ep.world_size() > 1) {
+            Some(ep) => Ok(ep.world().get().all_reduce_sum_f64(values)?),
             None => Ok(()),
         }
     }
@@ -396,7 +408,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
     /// Lets the other ranks end with an error instead of waiting for this one.
     fn abort_on_error<T>(&self, result: Result<T>) -> Result<T> {
         if let (Err(error), Some(ep)) = (&result, &self.ep) {
-            ep.comm().get().abort(&error.to_string());
+            ep.world().get().abort(&error.to_string());
         }
         result
     }

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use burn_ep_backend::comm::Launch;
 
+use burn_moe::backend::Transport;
 use burn_moe::data::{ChatTemplate, Conversation, Dataset, EncodeOptions, Layout, Tokenizer, TooLong};
 use burn_moe::train::{StepReport, TrainerConfig};
 use burn_moe::{Error, Result};
@@ -46,9 +47,11 @@ pub struct FinetuneConfig {
     pub too_long: TooLong,
     /// Seed of the data order.
     pub seed: u64,
-    /// Expert-parallel ranks: threads of this process or, when a launcher (torchrun, srun, mpirun) started it, the processes of
-    /// the job; then 1 stands for all of them.
+    /// Ranks that share the experts. Without a launcher they are threads of this process. Under one (torchrun, srun, mpirun) the
+    /// processes of the job are the ranks: 1 stands for all of them, a divisor of their number makes replicas of the experts.
     pub ep: usize,
+    /// How tensors travel between the processes of a job.
+    pub transport: Transport,
     /// Longest wait for the other processes at the start.
     pub rendezvous: Duration,
     /// A question that the model answers before and after training.
@@ -76,6 +79,7 @@ impl FinetuneConfig {
             too_long: TooLong::default(),
             seed: 0,
             ep: 1,
+            transport: Transport::default(),
             rendezvous: Duration::from_secs(300),
             question: None,
             max_new_tokens: 64,
@@ -138,18 +142,22 @@ impl Finetune {
             return Err(Error::config("ep", 0, "at least 1"));
         }
         let launch = launch.filter(|launch| launch.world > 1);
+        let mut ranks = config.ep;
         if let Some(Launch { world, .. }) = launch {
-            if config.ep != 1 && config.ep != world {
-                let expected = format!("1 or the {world} processes of the job: experts are spread over all of them");
+            ranks = world;
+            if config.ep == 1 {
+                config.ep = world;
+            }
+            if !world.is_multiple_of(config.ep) {
+                let expected = format!("a divisor of the {world} processes of the job, or 1 for all of them");
                 return Err(Error::config("ep", config.ep, expected));
             }
-            config.ep = world;
         }
         if config.seq < 2 {
             return Err(Error::config("seq", config.seq, "at least 2 (a token and its successor)"));
         }
-        if config.batch == 0 || !config.batch.is_multiple_of(config.ep) {
-            let expected = format!("a positive multiple of the expert-parallel size {}", config.ep);
+        if config.batch == 0 || !config.batch.is_multiple_of(ranks) {
+            let expected = format!("a positive multiple of the {ranks} ranks");
             return Err(Error::config("batch", config.batch, expected));
         }
         let resumed = output::check(&config)?;

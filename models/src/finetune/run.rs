@@ -4,7 +4,7 @@ use std::path::Path;
 
 use burn::module::AutodiffModule;
 use burn_ep_backend::comm::{Agreement, CommHandle, EpGroup, Launch, LocalCommunicator, rendezvous};
-use burn_moe::backend::{Device, Train};
+use burn_moe::backend::{Device, Train, communicator, local_device};
 use burn_moe::checkpoint::{CheckpointSource, SaveOptions};
 use burn_moe::data::{Loader, LoaderOptions};
 use burn_moe::generate::{GenerateOptions, generate};
@@ -42,7 +42,7 @@ impl Finetune {
     pub fn run(&self, interrupt: &Interrupt, mut on_event: impl FnMut(Event<'_>) + Send) -> Result<FinetuneReport> {
         let report = match (&self.launch, self.config.ep) {
             (Some(launch), _) => return self.process(launch, interrupt, &mut on_event),
-            (None, 1) => self.rank(None, interrupt, &mut on_event),
+            (None, 1) => self.rank(None, &Device::default(), interrupt, &mut on_event),
             (None, ranks) => self.ranks(ranks, interrupt, &mut on_event),
         }?;
         self.publish(&report)?;
@@ -55,20 +55,21 @@ impl Finetune {
 
     /// This process as one rank of a job.
     fn process(&self, launch: &Launch, interrupt: &Interrupt, on_event: &mut (dyn FnMut(Event<'_>) + Send)) -> Result<FinetuneReport> {
-        let comm = rendezvous(launch, &self.agreement(), self.config.rendezvous)?;
-        let group = EpGroup::new(CommHandle::new(comm));
+        let device = local_device(launch.local_rank)?;
+        let host = rendezvous(launch, &self.agreement(), self.config.rendezvous)?;
+        let group = EpGroup::mesh(communicator(host, &device, self.config.transport)?, self.config.ep)?;
         let guard = AbortOnPanic(group.clone());
         let silent = &mut |_: Event<'_>| {};
         let on_event: &mut (dyn FnMut(Event<'_>) + Send) = if launch.rank == 0 { on_event } else { silent };
-        let result = self.rank(Some(group.clone()), interrupt, on_event).and_then(|report| {
+        let result = self.rank(Some(group.clone()), &device, interrupt, on_event).and_then(|report| {
             if launch.rank == 0 {
                 self.publish(&report)?;
             }
             // Nobody leaves before the output is complete: a launcher may end the job with its first process.
-            group.comm().get().barrier()?;
+            group.world().get().barrier()?;
             Ok(report)
         });
-        result.inspect_err(|error| guard.0.comm().get().abort(&error.to_string()))
+        result.inspect_err(|error| guard.0.world().get().abort(&error.to_string()))
     }
 
     /// What must be equal on all processes: everything that decides which operations they call and on what.
@@ -81,6 +82,8 @@ impl Finetune {
             setting("output", config.output.display().to_string()),
             setting("resumed checkpoint", format!("{:?}", self.resumed)),
             setting("data", self.data.report().to_string()),
+            setting("transport", format!("{:?}", config.transport)),
+            setting("ep", config.ep.to_string()),
             setting("batch", config.batch.to_string()),
             setting("seq", config.seq.to_string()),
             setting("layout", format!("{:?}", config.layout)),
@@ -108,10 +111,10 @@ impl Finetune {
                     scope.spawn(move || {
                         let guard = AbortOnPanic(group.clone());
                         match on_event {
-                            Some(on_event) => self.rank(Some(group), interrupt, on_event),
-                            None => self.rank(Some(group), interrupt, &mut |_| {}),
+                            Some(on_event) => self.rank(Some(group), &Device::default(), interrupt, on_event),
+                            None => self.rank(Some(group), &Device::default(), interrupt, &mut |_| {}),
                         }
-                        .inspect_err(|error| guard.0.comm().get().abort(&error.to_string()))
+                        .inspect_err(|error| guard.0.world().get().abort(&error.to_string()))
                     })
                 })
                 .collect();
@@ -138,18 +141,23 @@ impl Finetune {
     }
 
     /// The work of one rank.
-    fn rank(&self, ep: Option<EpGroup>, interrupt: &Interrupt, on_event: &mut (dyn FnMut(Event<'_>) + Send)) -> Result<FinetuneReport> {
+    fn rank(
+        &self,
+        ep: Option<EpGroup>,
+        device: &Device,
+        interrupt: &Interrupt,
+        on_event: &mut (dyn FnMut(Event<'_>) + Send),
+    ) -> Result<FinetuneReport> {
         let config = &self.config;
-        let device = Device::default();
         let options = FromPretrainedOptions {
             ep: ep.clone(),
-            progress: ep.as_ref().is_none_or(|ep| ep.rank() == 0),
+            progress: ep.as_ref().is_none_or(|ep| ep.world_rank() == 0),
             ..FromPretrainedOptions::default()
         };
         let weights = self.resumed.as_ref().unwrap_or(&config.model);
-        let model = Model::from_pretrained(weights, &options, &device)?.model;
+        let model = Model::from_pretrained(weights, &options, device)?.model;
         let parameters = model.config().parameters();
-        let (rank, world) = ep.as_ref().map_or((0, 1), |ep| (ep.rank(), ep.size()));
+        let (rank, world) = ep.as_ref().map_or((0, 1), |ep| (ep.world_rank(), ep.world_size()));
         let mut loader = Loader::new(
             self.data.clone(),
             LoaderOptions {
@@ -161,7 +169,7 @@ impl Finetune {
                 ..LoaderOptions::new(config.batch / world, config.seq)
             },
         )?;
-        let mut trainer = Trainer::<Train, Model>::new(model, config.trainer.clone(), Device::default(), ep.clone())?;
+        let mut trainer = Trainer::<Train, Model>::new(model, config.trainer.clone(), device.clone(), ep.clone())?;
         if let Some(checkpoint) = &self.resumed {
             trainer.resume(checkpoint, &mut loader)?;
         }
@@ -171,7 +179,7 @@ impl Finetune {
             step: trainer.step(),
         });
         if self.resumed.is_none() {
-            self.answer(trainer.model(), ep.as_ref(), &device, false, on_event)?;
+            self.answer(trainer.model(), ep.as_ref(), device, false, on_event)?;
         }
 
         // Names, layout, tokenizer and unread tensors are those of the original model, also after resuming: the checkpoint
@@ -195,7 +203,7 @@ impl Finetune {
             on_event(Event::Step(report));
         })?;
         if end == RunEnd::Finished {
-            self.answer(trainer.model(), ep.as_ref(), &device, true, on_event)?;
+            self.answer(trainer.model(), ep.as_ref(), device, true, on_event)?;
         }
         Ok(FinetuneReport {
             end,
@@ -239,7 +247,7 @@ struct AbortOnPanic(EpGroup);
 impl Drop for AbortOnPanic {
     fn drop(&mut self) {
         if std::thread::panicking() {
-            self.0.comm().get().abort("a rank panicked");
+            self.0.world().get().abort("a rank panicked");
         }
     }
 }

@@ -6,7 +6,7 @@
 use std::fmt;
 
 pub mod cublaslt;
-mod side_stream;
+pub(crate) mod side_stream;
 
 /// Half of a product: how a matrix lies in memory. Sizes in elements.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]

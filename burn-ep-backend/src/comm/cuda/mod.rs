@@ -1,0 +1,72 @@
+//! Tensors between GPUs, one process for each.
+//!
+//! - `nccl/` (feature `nccl`): NVIDIA's library, found at run time, within and across hosts.
+//! - `peer/`: buffers of one host that all its GPUs can write, opened through CUDA IPC; kernels of ours.
+//! - `watch.rs`: notices operations that do not end, and ends the job.
+//!
+//! Both stand on a host communicator, which carries counts and news of failures. Nothing here makes the host wait for the device.
+
+#[cfg(feature = "nccl")]
+pub mod nccl;
+#[cfg(feature = "nccl")]
+mod runner;
+#[cfg(feature = "nccl")]
+mod watch;
+
+use std::any::Any;
+
+use crate::comm::{CommHandle, ExchangePlan};
+use crate::error::Result;
+use crate::kernels::raw::CudaTensor;
+
+/// What a device transport does with tensors. Every rank calls the same operations in the same order.
+trait DeviceCommunicator {
+    fn exchange_rows(&self, rows: CudaTensor, plan: &ExchangePlan) -> Result<CudaTensor>;
+    fn all_reduce(&self, flat: CudaTensor) -> Result<CudaTensor>;
+    fn reduce_scatter(&self, flat: CudaTensor) -> Result<CudaTensor>;
+    fn all_gather(&self, share: CudaTensor) -> Result<CudaTensor>;
+}
+
+/// The device transport behind a handle, if there is one.
+fn device(comm: &CommHandle) -> Option<&dyn DeviceCommunicator> {
+    let any: &dyn Any = comm.get();
+    #[cfg(feature = "nccl")]
+    if let Some(nccl) = any.downcast_ref::<nccl::NcclCommunicator>() {
+        return Some(nccl);
+    }
+    let _ = any;
+    None
+}
+
+/// Runs `op` on the device transport; None where the tensor has to go through the host.
+fn on_device(comm: &CommHandle, op: impl FnOnce(&dyn DeviceCommunicator) -> Result<CudaTensor>) -> Option<CudaTensor> {
+    let transport = device(comm)?;
+    match comm.check().and_then(|()| op(transport)) {
+        Ok(tensor) => Some(tensor),
+        // The way through the host fails as well, at once, and gives the zeros that the contract asks for.
+        Err(error) => {
+            comm.poison(error);
+            None
+        }
+    }
+}
+
+/// [`MoeBackend::exchange_rows`](crate::MoeBackend::exchange_rows).
+pub(crate) fn exchange_rows(rows: &CudaTensor, plan: &ExchangePlan, comm: &CommHandle) -> Option<CudaTensor> {
+    on_device(comm, |transport| transport.exchange_rows(rows.clone(), plan))
+}
+
+/// [`MoeBackend::all_reduce`](crate::MoeBackend::all_reduce).
+pub(crate) fn all_reduce(flat: &CudaTensor, comm: &CommHandle) -> Option<CudaTensor> {
+    on_device(comm, |transport| transport.all_reduce(flat.clone()))
+}
+
+/// [`MoeBackend::reduce_scatter`](crate::MoeBackend::reduce_scatter).
+pub(crate) fn reduce_scatter(flat: &CudaTensor, comm: &CommHandle) -> Option<CudaTensor> {
+    on_device(comm, |transport| transport.reduce_scatter(flat.clone()))
+}
+
+/// [`MoeBackend::all_gather`](crate::MoeBackend::all_gather).
+pub(crate) fn all_gather(share: &CudaTensor, comm: &CommHandle) -> Option<CudaTensor> {
+    on_device(comm, |transport| transport.all_gather(share.clone()))
+}
