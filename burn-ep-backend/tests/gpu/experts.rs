@@ -7,7 +7,7 @@ use burn_ep_backend::{ExpertActivation, ExpertOrderPrim, ExpertWeightsPrim, MoeB
 use burn_flex::Flex;
 
 use crate::routing::order;
-use crate::support::{Cpu, Gpu, compare, host, poison, random, relative};
+use crate::support::{Cpu, Gpu, close, compare, host, poison, random, relative};
 
 #[derive(Debug, Clone, Copy)]
 struct Case {
@@ -125,6 +125,14 @@ fn plain(case: Case, dtype: FloatDType) -> Vec<Vec<f32>> {
     all
 }
 
+/// Layers small enough for the slow paths: fp16 and fp32 share their kernels, so that a third of the larger ones will do.
+fn few_cases(limit: f32) -> impl Iterator<Item = Case> {
+    let small = |case: &Case| case.sizes.iter().product::<usize>() < 100_000_000;
+    cases(limit)
+        .into_iter()
+        .filter(move |case| small(case) || (case.bias && case.weighted))
+}
+
 fn cases(limit: f32) -> Vec<Case> {
     let mut cases = Vec::new();
     let clamped = ExpertActivation::ClampedSwiGlu { alpha: 1.702, limit };
@@ -158,9 +166,11 @@ fn cases(limit: f32) -> Vec<Case> {
     cases
 }
 
-fn low_precision(dtype: FloatDType) {
-    // a limit that nothing reaches: a value rounded across a clamp has another gradient, which no bound covers
-    for case in cases(100.0) {
+/// A limit that nothing reaches: a value rounded across a clamp has another gradient, which no bound covers.
+const UNREACHED: f32 = 100.0;
+
+fn low_precision(dtype: FloatDType, cases: impl Iterator<Item = Case>) {
+    for case in cases {
         compare(
             &format!("expert_mlp {dtype:?} {case:?}"),
             run::<Gpu>(case, dtype),
@@ -172,18 +182,18 @@ fn low_precision(dtype: FloatDType) {
 
 #[test]
 fn expert_mlp_follows_the_low_precision_rule() {
-    low_precision(FloatDType::BF16);
+    low_precision(FloatDType::BF16, cases(UNREACHED).into_iter());
 }
 
 #[test]
 fn expert_mlp_in_fp16_follows_the_low_precision_rule() {
-    low_precision(FloatDType::F16);
+    low_precision(FloatDType::F16, few_cases(UNREACHED));
 }
 
 #[test]
 fn expert_mlp_in_fp32_matches_the_reference() {
     // the portable products are exact in fp32; only the order of sums differs, which may move a value across the clamp
-    for case in cases(1.0) {
+    for case in few_cases(1.0) {
         let tolerance = match case.activation {
             ExpertActivation::ClampedSwiGlu { .. } => 1e-3,
             _ => 1e-4,
@@ -197,8 +207,9 @@ fn expert_mlp_in_fp32_matches_the_reference() {
 }
 
 /// Blocks of the persistent kernels work through several tiles each, so that buffers and barriers go round.
+/// The portable fp32 kernels, themselves tested against the CPU, stand in for it at this size.
 #[test]
-fn many_tiles_follow_the_low_precision_rule() {
+fn many_tiles_agree_with_the_portable_kernels() {
     for activation in [
         ExpertActivation::SwiGlu,
         ExpertActivation::ClampedSwiGlu {
@@ -207,16 +218,17 @@ fn many_tiles_follow_the_low_precision_rule() {
         },
     ] {
         let case = Case {
-            sizes: [4000, 4, 8, 256, 776],
+            sizes: [6000, 8, 16, 328, 776],
             activation,
             bias: false,
             weighted: true,
         };
-        compare(
+        // bf16 rounds a product, an activation and a gradient, to 2e-3 each
+        close(
             &format!("expert_mlp {case:?}"),
             run::<Gpu>(case, FloatDType::BF16),
-            run::<Cpu>(case, FloatDType::F32),
-            plain(case, FloatDType::BF16),
+            run::<Gpu>(case, FloatDType::F32),
+            1e-2,
         );
     }
 }

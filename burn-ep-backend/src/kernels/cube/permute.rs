@@ -3,26 +3,45 @@
 use burn_backend::{DType, TensorMetadata};
 use cubecl::prelude::*;
 
-use super::super::raw::{CudaTensor, dense, empty};
+use super::super::raw::{CudaTensor, dense, empty, mappable};
 use super::launch::{PLANE, addresses, dense_f32, matrix_dims, row_units, vector_size};
 use super::reduce::{team_sum, vector_sum};
 use crate::MoeBackend;
 use crate::backend::ExpertOrderPrim;
 
+/// Rows of a cube of [`gather_kernel`]: loads of several rows are under way at once.
+const ROWS: usize = 4;
+
+/// [`ROWS`] consecutive rows a cube. `pitch`: from one row of `x` to the next.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn gather_kernel<T: Float, N: Size>(
     x: &Tensor<Vector<T, N>>,
     slots: &Tensor<i32>,
     out: &mut Tensor<Vector<T, N>>,
+    rows: usize,
     width: usize,
+    pitch: usize,
     top_k: usize,
     #[define(T)] _dtype: StorageType,
 ) {
-    let from = slots[CUBE_POS] as usize / top_k * width;
-    let to = CUBE_POS * width;
+    let first = CUBE_POS * ROWS;
+    let mut from = Array::<usize>::new(ROWS);
+    #[unroll]
+    for j in 0..ROWS {
+        // the last cube copies its last row several times
+        from[j] = slots[min(first + j, rows - 1)] as usize / top_k * pitch;
+    }
     let mut i = UNIT_POS as usize;
     while i < width {
-        out[to + i] = x[from + i];
+        let mut values = Array::<Vector<T, N>>::new(ROWS);
+        #[unroll]
+        for j in 0..ROWS {
+            values[j] = x[from[j] + i];
+        }
+        #[unroll]
+        for j in 0..ROWS {
+            out[min(first + j, rows - 1) * width + i] = values[j];
+        }
         i += CUBE_DIM as usize;
     }
 }
@@ -43,7 +62,7 @@ pub fn expert_of_row(offsets: &Tensor<i32>, row: usize) -> usize {
     low
 }
 
-/// One cube per token.
+/// One cube per token. `pitch`: from one of the `rows` to the next.
 #[cube(launch_unchecked, address_type = "dynamic")]
 fn combine_kernel<T: Float, N: Size>(
     rows: &Tensor<Vector<T, N>>,
@@ -53,6 +72,7 @@ fn combine_kernel<T: Float, N: Size>(
     offsets: &Tensor<i32>,
     out: &mut Tensor<Vector<T, N>>,
     width: usize,
+    pitch: usize,
     #[comptime] top_k: usize,
     #[comptime] weighted: bool,
     #[comptime] biased: bool,
@@ -73,7 +93,7 @@ fn combine_kernel<T: Float, N: Size>(
         let mut sum = Vector::<f32, N>::new(0.0);
         for j in 0..top_k {
             let row = positions[first + j] as usize;
-            let mut value = Vector::<f32, N>::cast_from(rows[row * width + i]);
+            let mut value = Vector::<f32, N>::cast_from(rows[row * pitch + i]);
             if comptime!(biased) {
                 value += bias[expert[j] as usize * width + i];
             }
@@ -127,26 +147,38 @@ where
     super::fits([rows]) && rows.shape().num_elements() > 0 && ints.iter().all(|t| t.dtype == DType::I32 && t.shape().num_elements() > 0)
 }
 
+/// A matrix that the kernels can read row by row, and the elements from one row to the next. CubeCL pads rows of uploads and
+/// of eager outputs; copying them would cost more than the kernel.
+fn pitched(x: CudaTensor) -> (CudaTensor, usize) {
+    let x = mappable(x);
+    let [rows, width] = matrix_dims(&x);
+    let pitch = if rows > 1 { x.meta.strides()[0] } else { width };
+    (x, pitch)
+}
+
 /// See [`MoeBackend::moe_permute`].
 pub fn permute(x: CudaTensor, slots: CudaTensor, top_k: usize) -> CudaTensor {
-    let (x, slots) = (dense(x), dense(slots));
+    let ((x, pitch), slots) = (pitched(x), dense(slots));
     let [_, d] = matrix_dims(&x);
     let [r] = slots.shape().dims::<1>();
     let out = empty(&x, &[r, d], x.dtype);
     let vector = vector_size(x.dtype, d);
     let width = d / vector;
-    // SAFETY: one cube per row of `slots`; slots are below `T * top_k`; all tensors are dense.
+    // SAFETY: the cubes cover the rows of `slots`, which are below `T * top_k`; the rows of `x` lie `pitch` apart, the
+    // other tensors are dense.
     unsafe {
         gather_kernel::launch_unchecked(
             &x.client.clone(),
-            CubeCount::Static(r as u32, 1, 1),
+            CubeCount::Static(r.div_ceil(ROWS) as u32, 1, 1),
             CubeDim::new_1d(row_units(width)),
             addresses(&[&x, &out]),
             vector,
             x.clone().into_tensor_arg(),
             slots.into_tensor_arg(),
             out.clone().into_tensor_arg(),
+            r,
             width,
+            pitch / vector,
             top_k,
             x.dtype.into(),
         );
@@ -162,7 +194,7 @@ pub fn unpermute(
     bias: Option<(CudaTensor, CudaTensor)>,
     top_k: usize,
 ) -> CudaTensor {
-    let (rows, positions) = (dense(rows), dense(positions));
+    let ((rows, pitch), positions) = (pitched(rows), dense(positions));
     let [r, d] = matrix_dims(&rows);
     let tokens = r / top_k;
     let out = empty(&rows, &[tokens, d], rows.dtype);
@@ -174,7 +206,7 @@ pub fn unpermute(
     let unread = empty(&rows, &[vector], DType::F32);
     let weights = weights.map_or_else(|| unread.clone(), dense_f32);
     let (bias, offsets) = bias.map_or_else(|| (unread, positions.clone()), |(bias, offsets)| (dense_f32(bias), dense(offsets)));
-    // SAFETY: one cube per token; positions are below R; all tensors are dense.
+    // SAFETY: one cube per token; positions are below R; the rows lie `pitch` apart, the other tensors are dense.
     unsafe {
         combine_kernel::launch_unchecked(
             &rows.client.clone(),
@@ -189,6 +221,7 @@ pub fn unpermute(
             offsets.into_tensor_arg(),
             out.clone().into_tensor_arg(),
             width,
+            pitch / vector,
             top_k,
             weighted,
             biased,
@@ -249,8 +282,8 @@ mod tests {
                 b.scope.register_type::<T>(dtype.into());
                 b.scope.register_size::<N>(vector);
                 let (x, slots, out) = (input(b), input(b), output(b));
-                let (width, top_k) = (scalar::<usize>(b), scalar::<usize>(b));
-                gather_kernel::expand::<T, N>(&mut b.scope, vector, x, slots, out, width, top_k, dtype.into());
+                let [rows, width, pitch, top_k] = [(); 4].map(|()| scalar::<usize>(b));
+                gather_kernel::expand::<T, N>(&mut b.scope, vector, x, slots, out, rows, width, pitch, top_k, dtype.into());
             });
             for (weighted, biased) in [(false, false), (true, false), (true, true)] {
                 compile(256, |b| {
@@ -258,7 +291,7 @@ mod tests {
                     b.scope.register_type::<T>(dtype.into());
                     b.scope.register_size::<N>(vector);
                     let (rows, positions, weights, bias, offsets) = (input(b), input(b), input(b), input(b), input(b));
-                    let (out, width) = (output(b), scalar::<usize>(b));
+                    let (out, width, pitch) = (output(b), scalar::<usize>(b), scalar::<usize>(b));
                     let scope = &mut b.scope;
                     combine_kernel::expand::<T, N>(
                         scope,
@@ -270,6 +303,7 @@ mod tests {
                         offsets,
                         out,
                         width,
+                        pitch,
                         6,
                         weighted,
                         biased,

@@ -7,8 +7,8 @@ use cubecl::prelude::*;
 use super::super::raw::{CudaTensor, dense, empty};
 use super::launch::{PLANE, addresses};
 
-/// Slots per cube.
-const CHUNK: usize = 1024;
+/// Slots per cube: few, because a cube is one plane that takes them one after the other.
+const CHUNK: usize = 256;
 /// Counters of all experts lie in shared memory.
 const MAX_EXPERTS: usize = 8192;
 
