@@ -7,6 +7,7 @@
 //   QSTAGES, STAGES: rings of Q and of dO   BULK 0|1: dQ added by red.global.v4 | by bulk reduce from shared memory
 // Shared memory: 4 128 HD + (QSTAGES + STAGES) (64 HD 2 + 256 + 16) + 32768 + (BULK) 256 HD + (MASKED) QSTAGES 528 + 48 bytes,
 // dynamic.
+#define HD HDK                                    // = HDV
 #define BQ 64                                     // query rows per step
 #define HALVES (HD / 64)
 #define KV_BYTES (BN * HD * 2)
@@ -36,7 +37,7 @@ attn_bwd(const __grid_constant__ TensorMap map_q,  // Q, box 64 tokens x 64
          const int* lo, const int* hi, const int4* bounds, const int2* steps, const uint4* keys,
 #endif
          const __grid_constant__ Info info) {
-  float* dq = ws, *dk = ws + q_floats(info), *dv = dk + kv_floats(info);
+  float* dq = ws, *dk = ws + dk_start(info), *dv = ws + dv_start(info);
   extern __shared__ __align__(1024) unsigned char smem[];
   const u32 base = smem_u32(smem);
   const u32 kv_full = base + BAR_OFF, kv_empty = kv_full + 8, ds_full = kv_full + 16, q_full = kv_full + 32, q_empty = q_full + 8 * QSTAGES,
