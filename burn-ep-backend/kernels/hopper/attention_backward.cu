@@ -206,16 +206,30 @@ attn_bwd(const __grid_constant__ TensorMap map_q,  // Q, box 64 tokens x 64
         }
 #if MASKED
         const u32 md = base + MASK_OFF + st * MASK_BYTES;
-        const int2 max_lo = ld_shared_i2(md + 512), min_hi = ld_shared_i2(md + 520);   // .y and .x
-        if (!all_seen || n * BN + w * 64 < max_lo.y || n * BN + w * 64 + 64 > min_hi.x) {
+        const int max_lo = ld_shared_i2(md + 512).y, min_hi = ld_shared_i2(md + 520).x;
+        if (n * BN + w * 64 < max_lo) {
           #pragma unroll
           for (int j = 0; j < 8; ++j) {
-            const int2 l = ld_shared_i2(md + (lane & 3) * 8 + j * 32), h = ld_shared_i2(md + 256 + (lane & 3) * 8 + j * 32);
-            if (!(seen0 && key >= l.x && key < h.x)) sc[4 * j] = 0.f;
-            if (!(seen0 && key >= l.y && key < h.y)) sc[4 * j + 1] = 0.f;
-            if (!(seen1 && key + 8 >= l.x && key + 8 < h.x)) sc[4 * j + 2] = 0.f;
-            if (!(seen1 && key + 8 >= l.y && key + 8 < h.y)) sc[4 * j + 3] = 0.f;
+            const int2 l = ld_shared_i2(md + (lane & 3) * 8 + j * 32);
+            if (key < l.x) sc[4 * j] = 0.f;
+            if (key < l.y) sc[4 * j + 1] = 0.f;
+            if (key + 8 < l.x) sc[4 * j + 2] = 0.f;
+            if (key + 8 < l.y) sc[4 * j + 3] = 0.f;
           }
+        }
+        if (n * BN + w * 64 + 64 > min_hi) {
+          #pragma unroll
+          for (int j = 0; j < 8; ++j) {
+            const int2 h = ld_shared_i2(md + 256 + (lane & 3) * 8 + j * 32);
+            if (key >= h.x) sc[4 * j] = 0.f;
+            if (key >= h.y) sc[4 * j + 1] = 0.f;
+            if (key + 8 >= h.x) sc[4 * j + 2] = 0.f;
+            if (key + 8 >= h.y) sc[4 * j + 3] = 0.f;
+          }
+        }
+        if (!all_seen) {
+          #pragma unroll
+          for (int j = 0; j < 32; ++j) if (!(j & 2 ? seen1 : seen0)) sc[j] = 0.f;
         }
 #else
         if (m < first + 2) {

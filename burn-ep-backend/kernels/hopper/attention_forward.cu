@@ -1,60 +1,31 @@
 // ---- forward ------------------------------------------------------------------------------------------------------
 // Block = one loading warpgroup and NWG consumer warpgroups of 64 query rows each; a tile is 64 NWG query rows of one head,
-// walked leftwards from its last block of 128 keys. Q has QBUFS buffers, K and V are rings of STAGES blocks.
-// Shared memory: QBUFS NWG 64 HDK 2 + STAGES 128 (HDK + HDV) 2 + 32 + 32 STAGES bytes, dynamic.
+// walked leftwards from its last block of KEYS keys. Q has QBUFS buffers, K and V are rings of STAGES blocks.
+// Defines: KEYS 128, or 64 for small windows; SKIP (attention_rows.cuh), then the warpgroups take no turns.
+// Shared memory: QBUFS NWG 64 HDK 2 + STAGES KEYS (HDK + HDV) 2 + 32 + 32 STAGES bytes, dynamic.
 // Inside a warpgroup the products of step n are S(n) = Q K(n) and, issued right behind, O += P(n + 1) V(n + 1), so that the
 // softmax of step n runs beside the second product; the warpgroups take turns in issuing them. P stays in registers: packed
 // to 16 bits the accumulator fragment of S is the A fragment of the second product. O leaves through the Q buffer of its
 // own tile.
-#define BM (64 * NWG)
 #define Q_WG (64 * HDK * 2)
 #define Q_BYTES (NWG * Q_WG)
-#define K_BYTES (BN * HDK * 2)
-#define V_BYTES (BN * HDV * 2)
-#define SLAB (BN * 128)                           // 64 columns of K or V
+#define K_BYTES (KEYS * HDK * 2)
+#define V_BYTES (KEYS * HDV * 2)
+#define SLAB (KEYS * 128)                           // 64 columns of K or V
 #define K_OFF (QBUFS * Q_BYTES)
 #define V_OFF (K_OFF + STAGES * K_BYTES)
 #define BAR_OFF (V_OFF + STAGES * V_BYTES)
 #define SLACK 8.0f                                // growth of the maximum, in powers of two, that is let pass
-#define MINUS_INF (-__int_as_float(0x7f800000))
-
-struct Tile { int m, b, h, first, last; };        // row tile, batch row, head; key blocks last .. first
-struct Scheduler {
-  int round, m_tiles, bh, hq, sq, groups; const int4* bounds;
-  __device__ __forceinline__ bool next(Tile& t) {
-    while (true) {
-      const int g = (int)gridDim.x, k = (int)blockIdx.x;
-      const int i = round * g + (round & 1 ? g - 1 - k : k);  // snake order over tiles sorted longest first
-      if (round * g >= m_tiles * bh) return false;
-      ++round;
-      if (i >= m_tiles * bh) continue;
-      t.m = m_tiles - 1 - i / bh;
-      const int j = i % bh;
-      t.b = j / hq; t.h = j % hq;
-#if MASKED
-      int lo = 0x7fffffff, hi = 0;
-      #pragma unroll
-      for (int x = 0; x < NWG; ++x) if (t.m * NWG + x < groups) { const int4 r = bounds[t.b * groups + t.m * NWG + x]; lo = min(lo, r.x); hi = max(hi, r.w); }
-      t.first = lo < hi ? lo / BN : 0;            // a tile that sees nothing walks one block, all hidden
-      t.last = lo < hi ? (hi - 1) / BN : 0;
-#else
-      t.first = 0;
-      t.last = (min(t.m * BM + BM, sq) - 1) / BN;
-#endif
-      return true;
-    }
-  }
-};
 
 extern "C" __global__ void __launch_bounds__(128 * (NWG + 1), 1)
 attn_fwd(const __grid_constant__ TensorMap map_q, // Q, box 64 tokens x 64
-         const __grid_constant__ TensorMap map_k, // K, box 128 tokens x 64
+         const __grid_constant__ TensorMap map_k, // K, box KEYS tokens x 64
          const __grid_constant__ TensorMap map_v, // V, likewise
          const __grid_constant__ TensorMap map_o, // O, box 16 tokens x 64
          const half16*, const half16*, const half16*, half16*,
          float* lse,
          const float* sink,                       // [Hq], read if info.sink: a logit in the softmax sum, without a value
-#if MASKED
+#if MASKED == 1
          const int* lo, const int* hi, const int4* bounds, const uint4* keys,
 #endif
          const __grid_constant__ Info info) {
@@ -71,13 +42,10 @@ attn_fwd(const __grid_constant__ TensorMap map_q, // Q, box 64 tokens x 64
   }
   __syncthreads();
   Scheduler sched;
-  sched.round = 0; sched.hq = (int)info.hq; sched.sq = (int)info.sq; sched.groups = row_groups(info);
-  sched.bh = (int)info.batch * sched.hq; sched.m_tiles = (sched.sq + BM - 1) / BM;
-#if MASKED
-  sched.bounds = bounds;
-#else
-  sched.bounds = 0;
+#if MASKED != 1
+  const int* lo = 0, *hi = 0; const int4* bounds = 0; const uint4* keys = 0;
 #endif
+  sched.start(info, bounds);
   Tile t;
   int s = 0; u32 ph = 0;                          // ring position of K and V
   int qb = 0; u32 qph = 0;
@@ -86,7 +54,7 @@ attn_fwd(const __grid_constant__ TensorMap map_q, // Q, box 64 tokens x 64
     fewer_registers<REGS_LOAD>();
     if (threadIdx.x == 0) {
       const int group = (int)(info.hq / info.hkv);
-      while (sched.next(t)) {
+      while (sched.next(t, info)) {
         bar_wait(q_empty + 8 * qb, qph ^ 1);
         bar_expect(q_full + 8 * qb, Q_BYTES);
         #pragma unroll
@@ -101,11 +69,11 @@ attn_fwd(const __grid_constant__ TensorMap map_q, // Q, box 64 tokens x 64
           bar_wait(k_empty + 8 * s, ph ^ 1);
           bar_expect(k_full + 8 * s, K_BYTES);
           #pragma unroll
-          for (int c = 0; c < HDK / 64; ++c) tma_load(kd + c * SLAB, &map_k, k_full + 8 * s, c * 64, hk, n * BN, t.b);
+          for (int c = 0; c < HDK / 64; ++c) tma_load(kd + c * SLAB, &map_k, k_full + 8 * s, c * 64, hk, n * KEYS, t.b);
           bar_wait(v_empty + 8 * s, ph ^ 1);
           bar_expect(v_full + 8 * s, V_BYTES);
           #pragma unroll
-          for (int c = 0; c < HDV / 64; ++c) tma_load(vd + c * SLAB, &map_v, v_full + 8 * s, c * 64, hk, n * BN, t.b);
+          for (int c = 0; c < HDV / 64; ++c) tma_load(vd + c * SLAB, &map_v, v_full + 8 * s, c * 64, hk, n * KEYS, t.b);
           if (++s == STAGES) { s = 0; ph ^= 1; }
         }
       }
@@ -115,18 +83,15 @@ attn_fwd(const __grid_constant__ TensorMap map_q, // Q, box 64 tokens x 64
     const int w = wg - 1, warp = (threadIdx.x >> 5) & 3;
     const float c = __uint_as_float((u32)info.scale) * LOG2E;    // scores in units of log2
     const u64 dq0 = desc_k(base + w * Q_WG), dk0 = desc_k(base + K_OFF), dv0 = desc_mn(base + V_OFF, SLAB);
-    float sc[64], acc[HDV / 2];                    // scores (then probabilities) and output of 64 rows: fragments of wgmma
-    u32 p[32];                                    // probabilities as 16-bit pairs: the A fragments of the second product
+    float sc[KEYS / 2], acc[HDV / 2];                    // scores (then probabilities) and output of 64 rows: fragments of wgmma
+    u32 p[KEYS / 4];                              // probabilities as 16-bit pairs: the A fragments of the second product
     float m0 = 0.f, m1 = 0.f, l0, l1;             // running maximum (log2 units) and this thread's part of the sum, rows r and r + 8
     float f0 = 1.f, f1 = 1.f; bool rescale = false;
-#if MASKED
-    int lo0, hi0, lo1, hi1, full_lo, full_hi;     // keys of rows r and r + 8; keys that every row of the warpgroup sees
-    const uint4* visible;
-#endif
+    Sight sight;
     int pending = -1;                             // Q buffer whose last reader is the output store
-    if (w == NWG - 1) named_arrive(1, 256);       // warpgroup 0 goes first
-    auto turn = [&]() { named_sync(1 + w, 256); };
-    auto pass = [&]() { named_arrive(1 + (w + 1 == NWG ? 0 : w + 1), 256); };
+    if (!SKIP && w == NWG - 1) named_arrive(1, 256);   // warpgroup 0 goes first
+    auto turn = [&]() { if (!SKIP) named_sync(1 + w, 256); };
+    auto pass = [&]() { if (!SKIP) named_arrive(1 + (w + 1 == NWG ? 0 : w + 1), 256); };
     auto qk = [&](int st) {
       const u64 a = dq0 + (u64)(qb * (Q_BYTES >> 4)), b = dk0 + (u64)(st * (K_BYTES >> 4));
       wg_fence();
@@ -139,37 +104,16 @@ attn_fwd(const __grid_constant__ TensorMap map_q, // Q, box 64 tokens x 64
       const u64 b = dv0 + (u64)(st * (V_BYTES >> 4));
       wg_fence();
       #pragma unroll
-      for (int k = 0; k < BN / 16; ++k) wgmma_rs<1>(acc, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + k * (2048 >> 4), k | add);
+      for (int k = 0; k < KEYS / 16; ++k) wgmma_rs<1>(acc, p[4 * k], p[4 * k + 1], p[4 * k + 2], p[4 * k + 3], b + k * (2048 >> 4), k | add);
       wg_commit();
     };
     // probabilities in place of the scores; the maximum is only raised when it would grow by more than 2^8, so that the
     // output is seldom rescaled (the final division makes any reference value exact)
     auto softmax = [&](int n) {
-#if MASKED
-      const uint4 k = visible[n];
-      if (n * BN < full_lo || n * BN + BN > full_hi || (k.x & k.y & k.z & k.w) != ~0u) {
-        const int q = (lane & 3) * 2, key = n * BN + q;
-        #pragma unroll
-        for (int x = 0; x < 4; ++x) {             // 32 keys, a word of the visibility bits
-          const u32 word = (x == 0 ? k.x : x == 1 ? k.y : x == 2 ? k.z : k.w) >> q;
-          #pragma unroll
-          for (int y = 0; y < 16; ++y) {
-            const int at = x * 32 + (y >> 2) * 8 + (y & 1), j = key + at;
-            const bool seen = j >= (y & 2 ? lo1 : lo0) && j < (y & 2 ? hi1 : hi0) && (word >> ((y >> 2) * 8 + (y & 1)) & 1);
-            if (!seen) sc[x * 16 + y] = MINUS_INF;
-          }
-        }
-      }
-#else
-      const int row = t.m * BM + w * 64 + warp * 16 + (lane >> 2);
-      if (n * BN + BN - 1 > t.m * BM + w * 64) {
-        #pragma unroll
-        for (int j = 0; j < 64; ++j) { const int key = n * BN + (j >> 2) * 8 + (lane & 3) * 2 + (j & 1); if (key > row + ((j >> 1) & 1) * 8) sc[j] = MINUS_INF; }
-      }
-#endif
+      sight.hide(sc, n, lane);
       float x0 = fmaxf(sc[0], sc[1]), x1 = fmaxf(sc[2], sc[3]);
       #pragma unroll
-      for (int j = 1; j < 16; ++j) { x0 = fmaxf(x0, fmaxf(sc[4 * j], sc[4 * j + 1])); x1 = fmaxf(x1, fmaxf(sc[4 * j + 2], sc[4 * j + 3])); }
+      for (int j = 1; j < KEYS / 8; ++j) { x0 = fmaxf(x0, fmaxf(sc[4 * j], sc[4 * j + 1])); x1 = fmaxf(x1, fmaxf(sc[4 * j + 2], sc[4 * j + 3])); }
       x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 1)); x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 1));
       x0 = fmaxf(x0, __shfl_xor_sync(~0u, x0, 2)); x1 = fmaxf(x1, __shfl_xor_sync(~0u, x1, 2));
       x0 *= c; x1 *= c;
@@ -180,7 +124,7 @@ attn_fwd(const __grid_constant__ TensorMap map_q, // Q, box 64 tokens x 64
       m0 = n0; m1 = n1;
       float s0 = 0.f, s1 = 0.f;
       #pragma unroll
-      for (int j = 0; j < 16; ++j) {
+      for (int j = 0; j < KEYS / 8; ++j) {
         sc[4 * j] = ex2(fmaf(sc[4 * j], c, -n0)); sc[4 * j + 1] = ex2(fmaf(sc[4 * j + 1], c, -n0));
         sc[4 * j + 2] = ex2(fmaf(sc[4 * j + 2], c, -n1)); sc[4 * j + 3] = ex2(fmaf(sc[4 * j + 3], c, -n1));
         s0 += sc[4 * j] + sc[4 * j + 1]; s1 += sc[4 * j + 2] + sc[4 * j + 3];
@@ -189,30 +133,26 @@ attn_fwd(const __grid_constant__ TensorMap map_q, // Q, box 64 tokens x 64
     };
     auto to_p = [&]() {
       #pragma unroll
-      for (int j = 0; j < 32; ++j) p[j] = pack(sc[2 * j], sc[2 * j + 1]);
+      for (int j = 0; j < KEYS / 4; ++j) p[j] = pack(sc[2 * j], sc[2 * j + 1]);
     };
     auto step = [&]() { if (++s == STAGES) { s = 0; ph ^= 1; } };
-    while (sched.next(t)) {
+    auto pass_over = [&]() {                      // a block that the rows of this warpgroup do not see
+      bar_wait(k_full + 8 * s, ph); bar_wait(v_full + 8 * s, ph);
+      if (lane == 0) { bar_arrive(k_empty + 8 * s); bar_arrive(v_empty + 8 * s); }
+      step();
+    };
+    while (sched.next(t, info)) {
       m0 = m1 = -1e30f; l0 = l1 = 0.f;
-#if MASKED
-      {
-        const int g = t.m * NWG + w;              // the last tile may have fewer groups than warpgroups
-        const bool real = g < sched.groups;
-        const int at = (t.b * sched.groups + g) * 64 + warp * 16 + (lane >> 2);
-        lo0 = real ? lo[at] : 0; hi0 = real ? hi[at] : 0; lo1 = real ? lo[at + 8] : 0; hi1 = real ? hi[at + 8] : 0;
-        const int4 r = real ? bounds[t.b * sched.groups + g] : make_int4(0, 0, 0x7fffffff, 0);
-        full_lo = r.y; full_hi = r.z;
-        visible = keys + (u64)t.b * key_blocks(info);
-      }
-#endif
+      sight.start(t, info, lo, hi, bounds, keys, t.m * BM + w * 64, warp * 16 + (lane >> 2));
       bar_wait(q_full + 8 * qb, qph);
+      if (SKIP) for (int n = t.last; n > sight.last; --n) pass_over();
       bar_wait(k_full + 8 * s, ph);
       turn();
       qk(s);
       pass();
       wg_wait<0>();
       if (lane == 0) bar_arrive(k_empty + 8 * s);
-      softmax(t.last);
+      softmax(sight.last);
       to_p();
       if (pending >= 0) {                         // the previous tile's output has left its Q buffer by now
         if (lane == 0) { bulk_wait_read(); bar_arrive(q_empty + 8 * pending); }
@@ -221,7 +161,7 @@ attn_fwd(const __grid_constant__ TensorMap map_q, // Q, box 64 tokens x 64
       int vs = s, add = 0; u32 vph = ph;
       step();
       #pragma unroll 1
-      for (int n = t.last - 1; n >= t.first; --n) {
+      for (int n = sight.last - 1; n >= sight.first; --n) {
         bar_wait(k_full + 8 * s, ph);
         turn();
         qk(s);
@@ -263,6 +203,7 @@ attn_fwd(const __grid_constant__ TensorMap map_q, // Q, box 64 tokens x 64
       e0 = l0 > 0.f ? e0 / l0 : 0.f; e1 = l1 > 0.f ? e1 / l1 : 0.f;
       wg_wait<0>();
       if (lane == 0) bar_arrive(v_empty + 8 * vs);
+      if (SKIP) for (int n = sight.first - 1; n >= t.first; --n) pass_over();
       named_sync(8 + w, 128);                     // all four warps are past their last read of this warpgroup's Q
       #pragma unroll
       for (int ch = 0; ch < HDV / 64; ++ch) {

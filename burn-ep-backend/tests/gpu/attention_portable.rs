@@ -1,4 +1,4 @@
-//! The portable attention kernels: fp32, head sizes that the Hopper kernels do not take, and the deterministic backward.
+//! The portable attention kernels: fp32, head sizes that the Hopper kernels do not take, and what they cannot do.
 
 use burn::tensor::FloatDType;
 use burn_ep_backend::kernels::attention::with_deterministic;
@@ -87,25 +87,13 @@ fn portable_attention_of_odd_and_large_heads() {
     }
 }
 
-// The gradients are right, and the same to the last bit in every run.
+// With different head sizes of keys and values the deterministic backward is the portable one.
 #[test]
-fn deterministic_attention_repeats() {
+fn deterministic_attention_of_latent_heads() {
     with_deterministic(true, || {
-        for case in [
-            Case {
-                batch: 3,
-                heads: 8,
-                window: Some(130),
-                sink: true,
-                ..case(517, 64)
-            },
-            case(300, 128),
-        ] {
-            case.check();
-            let first = case.run::<Gpu>(FloatDType::BF16);
-            for _ in 0..4 {
-                assert_eq!(first, case.run::<Gpu>(FloatDType::BF16));
-            }
-        }
+        let latent = Case { dv: 128, ..case(150, 192) };
+        latent.check();
+        let first = latent.run::<Gpu>(FloatDType::BF16);
+        assert_eq!(first, latent.run::<Gpu>(FloatDType::BF16));
     });
 }

@@ -5,6 +5,7 @@ use std::time::Instant;
 use burn::tensor::backend::Backend;
 use burn::tensor::{FloatDType, Int, Tensor, TensorData};
 use burn_cubecl::CubeBackend;
+use burn_ep_backend::kernels::attention::with_deterministic;
 use burn_ep_backend::{AttentionDesc, AttentionMaskPrim, MoeBackend};
 use cubecl::cuda::CudaRuntime;
 
@@ -74,14 +75,19 @@ impl Shape {
         let backward = || B::flash_attention_backward(prim(&grad), prim(&q), prim(&k), prim(&v), sink.clone(), &mask, &out, &desc);
         let products = self.pairs() * self.heads as f64 * 2.0;
         let forward = seconds(|| drop(forward()));
+        // the split backward, where that is not the usual one anyway
+        let split = with_deterministic(true, || seconds(|| drop(backward())));
         let backward = seconds(|| drop(backward()));
+        let backward_products = products * (3 * self.dk + 2 * self.dv) as f64;
         println!(
-            "{:28} forward {:7.0} us {:5.0} TFLOP/s   backward {:7.0} us {:5.0} TFLOP/s",
+            "{:28} forward {:7.0} us {:5.0} TFLOP/s   backward {:7.0} us {:5.0} TFLOP/s   deterministic {:7.0} us {:5.0} TFLOP/s",
             self.name,
             forward * 1e6,
             products * (self.dk + self.dv) as f64 / forward / 1e12,
             backward * 1e6,
-            products * (3 * self.dk + 2 * self.dv) as f64 / backward / 1e12,
+            backward_products / backward / 1e12,
+            split * 1e6,
+            backward_products / split / 1e12,
         );
     }
 }
@@ -162,7 +168,40 @@ fn attention_speed() {
         dv: 256,
         ..qwen
     };
-    for shape in [qwen, gpt_oss, windowed, nemotron, packed, latent, portable] {
+    let windowed_packed = Shape {
+        name: "the same, documents of 512",
+        documents: Some(512),
+        ..windowed
+    };
+    let long = Shape {
+        name: "Qwen3, 1 x 16384, causal",
+        batch: 1,
+        seq: 16384,
+        ..qwen
+    };
+    let [heads_80, heads_96] = [80, 96].map(|dim| Shape {
+        name: if dim == 80 {
+            "Qwen3 with heads of 80"
+        } else {
+            "Qwen3 with heads of 96"
+        },
+        dk: dim,
+        dv: dim,
+        ..qwen
+    });
+    for shape in [
+        qwen,
+        long,
+        nemotron,
+        packed,
+        gpt_oss,
+        windowed,
+        windowed_packed,
+        latent,
+        heads_80,
+        heads_96,
+        portable,
+    ] {
         shape.run();
     }
 }

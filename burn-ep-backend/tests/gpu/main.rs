@@ -8,6 +8,7 @@ mod attention;
 mod attention_case;
 mod attention_portable;
 mod attention_speed;
+mod attention_split;
 mod dense;
 mod embedding;
 mod experts;

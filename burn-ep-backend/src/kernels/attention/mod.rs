@@ -41,6 +41,11 @@ impl Mask {
             key_visible: key_visible.map(dense),
         }
     }
+
+    /// Whether nothing but causality and a window hides keys.
+    pub(super) fn is_none(&self) -> bool {
+        self.doc_start.is_none() && self.key_visible.is_none()
+    }
 }
 
 /// What the forward took and gave.
@@ -153,10 +158,11 @@ pub fn forward(
 /// Gradients of such a call; `grad` has the dtype of q.
 pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDesc) -> Grads {
     let Saved { q, k, v, .. } = &saved;
-    let hopper = hopper::is_hopper(q) && hopper::attention::supports_backward(q, k, v, desc) && !deterministic();
-    tracing::debug!(op = "attention_backward", hopper, shape = ?Shape::of(q, k, v));
+    let deterministic = deterministic();
+    let hopper = hopper::is_hopper(q) && hopper::attention::supports_backward(q, k, v, desc, deterministic);
+    tracing::debug!(op = "attention_backward", hopper, deterministic, shape = ?Shape::of(q, k, v));
     match hopper {
-        true => hopper::attention::backward(grad, saved, mask, desc),
+        true => hopper::attention::backward(grad, saved, mask, desc, deterministic),
         false => portable::backward(grad, saved, mask, desc),
     }
 }
@@ -167,7 +173,8 @@ thread_local! {
 }
 
 /// Whether the gradients of attention must be the same to the last bit in every run: `BURN_MOE_DETERMINISTIC=1`, or what
-/// [`with_deterministic`] says. The portable backward then replaces that of Hopper, which is faster but sums by atomics.
+/// [`with_deterministic`] says. On Hopper the split backward then replaces the one in one pass, which is faster but sums by
+/// atomics, or for different head sizes of keys and values the portable one does.
 pub fn deterministic() -> bool {
     static SET: OnceLock<bool> = OnceLock::new();
     let set = || *SET.get_or_init(|| std::env::var("BURN_MOE_DETERMINISTIC").is_ok_and(|value| value == "1"));

@@ -3,7 +3,6 @@
 use cubecl::server::Handle;
 
 use super::{BLOCK, GROUP, Mask, Shape, TYPES, buffers};
-use crate::desc::AttentionDesc;
 use crate::kernels::raw::{CudaTensor, RawKernel};
 
 const SOURCE: &str = include_str!("../../../kernels/attention/ranges.cu");
@@ -22,21 +21,7 @@ pub(in crate::kernels) struct Ranges {
 }
 
 impl Ranges {
-    /// The tables, unless the queries see what causality alone lets them see, which the Hopper kernels know by themselves.
-    pub(in crate::kernels) fn unless_causal(
-        like: &CudaTensor,
-        shape: &Shape,
-        mask: &Mask,
-        desc: &AttentionDesc,
-        scalars: &[u64],
-    ) -> Option<Self> {
-        let windowed = desc.window.is_some_and(|window| window < shape.skv);
-        let masked = mask.doc_start.is_some() || mask.key_visible.is_some();
-        let plain = desc.causal && shape.sq == shape.skv && !windowed && !masked;
-        (!plain).then(|| Self::new(like, shape, mask, scalars))
-    }
-
-    pub(super) fn new(like: &CudaTensor, shape: &Shape, mask: &Mask, scalars: &[u64]) -> Self {
+    pub(in crate::kernels) fn new(like: &CudaTensor, shape: &Shape, mask: &Mask, scalars: &[u64]) -> Self {
         let groups = shape.batch * shape.groups()[0];
         let blocks = shape.batch * shape.skv.div_ceil(BLOCK);
         let [lo, hi, bounds, steps, keys] = buffers(like, [groups * GROUP * 4, groups * GROUP * 4, groups * 16, blocks * 8, blocks * 16]);

@@ -1,20 +1,21 @@
-//! Backward of the Hopper attention: row statistics, the main kernel, fp32 sums to 16 bits, the gradient of the sink.
+//! One-pass backward of the Hopper attention: row statistics, the main kernel, fp32 sums to 16 bits, the gradient of the sink.
 
 use burn_backend::DType;
 
-use super::{DEFS, PTX, Tile, WGMMA, head_map};
+use super::{DEFS, Masking, PTX, Tile, WGMMA, head_map, small_window, split};
 use crate::desc::AttentionDesc;
-use crate::kernels::attention::{GROUP, Grads, Mask, Ranges, Saved, Shape, TYPES, buffers, sink_gradient};
+use crate::kernels::attention::{GROUP, Grads, Mask, Saved, Shape, TYPES, buffers, sink_gradient};
 use crate::kernels::raw::{self, CudaTensor, RawKernel, dense};
 
-const SHARED: &str = include_str!("../../../../kernels/hopper/attention_backward.cuh");
+pub(super) const SHARED: &str = include_str!("../../../../kernels/hopper/attention_backward.cuh");
 const MAIN: &str = include_str!("../../../../kernels/hopper/attention_backward.cu");
+const LATENT: &str = include_str!("../../../../kernels/hopper/attention_backward_latent.cu");
 const ENDS: &str = include_str!("../../../../kernels/hopper/attention_backward_ends.cu");
 
-/// Whether the backward covers such a call too.
-pub fn supports_backward(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor, desc: &AttentionDesc) -> bool {
+/// Whether the backward covers such a call too. With different head sizes of keys and values there is no deterministic kernel.
+pub fn supports_backward(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor, desc: &AttentionDesc, deterministic: bool) -> bool {
     let Shape { dk, dv, .. } = Shape::of(q, k, v);
-    super::supports(q, k, v, desc) && Tile::of(dk, dv).is_some_and(|tile| tile.dk == tile.dv)
+    super::supports(q, k, v, desc) && Tile::of(dk, dv).is_some_and(|tile| tile.dk == tile.dv || !deterministic)
 }
 
 /// The kernels of one backward.
@@ -22,55 +23,67 @@ struct Kernels {
     prepare: RawKernel,
     main: RawKernel,
     finish: RawKernel,
+    /// Keys of a tile of the main kernel.
+    keys: usize,
 }
 
 impl Kernels {
-    fn new(tile: Tile, masked: bool, elem: DType) -> Self {
-        let head_dim = tile.dk;
-        let (q_stages, stages, bulk, load, math) = if head_dim == 128 { (3, 2, 1, 24, 240) } else { (4, 3, 0, 40, 232) };
+    fn new(tile: Tile, masked: u32, elem: DType) -> Self {
+        let (keys, q_stages, stages, bulk, load, math) = match tile.dk {
+            64 => (128, 4, 3, 0, 40, 232),
+            128 => (128, 3, 2, 1, 24, 240),
+            _ => (64, 3, 2, 1, 24, 240),
+        };
         let defines = format!(
             "#define QSTAGES {q_stages}\n#define STAGES {stages}\n#define BULK {bulk}\n#define REGS_LOAD {load}\n#define REGS_MATH {math}\n"
         );
-        let main = [&tile.defines(masked, elem), &defines, TYPES, DEFS, PTX, WGMMA, SHARED, MAIN].concat();
-        let ends = [&tile.defines(false, elem), TYPES, DEFS, PTX, SHARED, ENDS].concat();
-        let smem = 4 * 128 * head_dim
-            + (q_stages + stages) * (GROUP * head_dim * 2 + 256 + 16)
-            + 32_768
-            + bulk * 256 * head_dim
-            + usize::from(masked) * q_stages * 528
-            + 48;
+        let source = if keys == 64 { LATENT } else { MAIN };
+        let main = [&tile.defines(masked, elem), &defines, TYPES, DEFS, PTX, WGMMA, SHARED, source].concat();
+        let ends = [&tile.defines(0, elem), TYPES, DEFS, PTX, SHARED, ENDS].concat();
+        let smem = keys * (tile.dk + tile.dv) * 2
+            + q_stages * (GROUP * tile.dk * 2 + 256 + 16)
+            + stages * (GROUP * tile.dv * 2 + 256 + 16)
+            + 2 * keys * GROUP * 2
+            + bulk * 256 * tile.dk
+            + usize::from(masked == 1) * q_stages * 528
+            + 64;
         Self {
             prepare: RawKernel::new(ends.clone(), "attn_bwd_pre", 256, 0),
             main: RawKernel::new(main, "attn_bwd", 384, smem),
             finish: RawKernel::new(ends, "attn_bwd_post", 128, 0),
+            keys,
         }
     }
 }
 
 /// See [`crate::kernels::attention::backward`].
-pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDesc) -> Grads {
+pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDesc, deterministic: bool) -> Grads {
+    let shape = Shape::of(&saved.q, &saved.k, &saved.v);
+    let tile = Tile::of(shape.dk, shape.dv).expect("sizes that `supports_backward` let pass");
+    if deterministic || small_window(desc, &shape, tile) {
+        return split::backward(grad, saved, mask, desc, tile);
+    }
     let (q, k, v) = (raw::mappable(saved.q), raw::mappable(saved.k), raw::mappable(saved.v));
     let (grad, out, lse, sink) = (dense(grad), dense(saved.out), dense(saved.lse), saved.sink.map(dense));
-    let shape = Shape::of(&q, &k, &v);
-    let tile = Tile::of(shape.dk, shape.dv).expect("sizes that `supports_backward` let pass");
     let client = &q.client;
     let [q_groups, kv_groups] = shape.groups();
     let rows = shape.batch * shape.heads * q_groups * GROUP;
     // fp32 sums of dQ, dK, dV, tile by tile
-    let sums = shape.batch * (shape.heads * q_groups + 2 * shape.kv_heads * kv_groups) * GROUP * tile.dk;
+    let sums = shape.batch * GROUP * (shape.heads * q_groups * tile.dk + shape.kv_heads * kv_groups * (tile.dk + tile.dv));
     let [neg_lse, delta, workspace, counter] = buffers(&q, [rows * 4, rows * 4, sums * 4, 16]);
     let grads = [shape.query(shape.dk), shape.key(shape.dk), shape.key(shape.dv)].map(|dims| raw::empty(&q, &dims, shape.elem));
     let scalars = shape.scalars(mask, sink.is_some(), desc, sums / 4);
-    let ranges = Ranges::unless_causal(&q, &shape, mask, desc, &scalars);
-    let kernels = Kernels::new(tile, ranges.is_some(), shape.elem);
+    let masking = Masking::new(&q, &shape, mask, desc, &scalars, false);
+    let kernels = Kernels::new(tile, masking.code(), shape.elem);
     let processors = raw::multiprocessors(client);
 
     let buffers = [&out.handle, &grad.handle, &lse.handle, &neg_lse, &delta, &workspace, &counter];
     kernels.prepare.launch(client, processors * 16, vec![], &buffers, scalars.clone());
 
-    let maps = vec![head_map(&q, 64), head_map(&grad, 64), head_map(&k, 128), head_map(&v, 128)];
+    let keys = kernels.keys;
+    let maps = vec![head_map(&q, GROUP), head_map(&grad, GROUP), head_map(&k, keys), head_map(&v, keys)];
     let mut buffers = vec![&neg_lse, &delta, &workspace, &counter];
-    buffers.extend(ranges.iter().flat_map(Ranges::all));
+    buffers.extend(masking.all());
     kernels.main.launch(client, processors, maps, &buffers, scalars.clone());
 
     let [grad_q, grad_k, grad_v] = &grads;
@@ -83,14 +96,14 @@ pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDes
 
 #[cfg(test)]
 pub(super) fn variants() -> Vec<RawKernel> {
-    let variant = |dim: usize, masked: bool, elem: DType| Kernels::new(Tile { dk: dim, dv: dim }, masked, elem);
     let mut all = Vec::new();
-    for dim in [64, 128] {
-        let Kernels { main, prepare, .. } = variant(dim, false, DType::BF16);
+    for (dk, dv) in [(64, 64), (128, 128), (192, 128)] {
+        let variant = |masked| Kernels::new(Tile { dk, dv }, masked, DType::BF16);
+        let Kernels { main, prepare, .. } = variant(0);
         // the kernels around the main one are one source
-        all.extend([main, prepare, variant(dim, true, DType::BF16).main]);
+        all.extend([main, prepare, variant(1).main]);
     }
-    let Kernels { main, prepare, .. } = variant(128, true, DType::F16);
+    let Kernels { main, prepare, .. } = Kernels::new(Tile { dk: 128, dv: 128 }, 1, DType::F16);
     all.extend([main, prepare]);
     all
 }

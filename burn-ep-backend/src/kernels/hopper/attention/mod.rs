@@ -1,16 +1,17 @@
-//! Flash attention in bf16 and fp16: forward with log-sum-exp, backward with fp32 sums.
+//! Flash attention in bf16 and fp16: forward with log-sum-exp, backward in one pass or split in two.
 //!
-//! Head sizes up to 128 in multiples of 8, and 192/128 (multi-head latent attention) in the forward; grouped query heads,
-//! causal or not, sliding window, sink logit with its gradient, packed documents, padding, keys of earlier tokens. Blocks of
-//! keys that no query of a tile sees are skipped. The backward adds dQ, and dK and dV, with fp32 atomics, so it is not
-//! reproducible to the last bit.
+//! Head sizes up to 128 in multiples of 8, and up to 192/128 (multi-head latent attention); grouped query heads, causal or
+//! not, sliding window, sink logit with its gradient, packed documents, padding, keys of earlier tokens. Blocks of keys that no
+//! query of a tile sees are skipped; windows up to [`SMALL_WINDOW`] keys take smaller tiles. The one-pass backward adds dQ, and
+//! dK and dV, with fp32 atomics, so it is not reproducible to the last bit; the split one is, and also serves small windows.
 
 mod backward;
+mod split;
 
 pub use backward::{backward, supports_backward};
 
 use burn_backend::DType;
-use cubecl::server::TensorMapBinding;
+use cubecl::server::{Handle, TensorMapBinding};
 
 use super::super::attention::{BLOCK, Mask, Ranges, Shape, TYPES};
 use super::super::raw::{self, CudaTensor, MapElem, RawKernel, dense};
@@ -19,7 +20,68 @@ use crate::desc::AttentionDesc;
 const DEFS: &str = include_str!("../../../../kernels/hopper/attention.cuh");
 const PTX: &str = include_str!("../../../../kernels/hopper/attention_ptx.cuh");
 const WGMMA: &str = include_str!("../../../../kernels/hopper/attention_wgmma.cuh");
+const ROWS: &str = include_str!("../../../../kernels/hopper/attention_rows.cuh");
 const FORWARD: &str = include_str!("../../../../kernels/hopper/attention_forward.cu");
+
+/// Largest window whose tiles are 64 queries and 64 keys of a warpgroup.
+const SMALL_WINDOW: usize = 256;
+
+/// How the kernels know which keys a query sees.
+enum Masking {
+    /// Causal over the whole row.
+    Causal,
+    /// From tables on the device.
+    Tables(Ranges),
+    /// Causal with a window, from the positions.
+    Window,
+}
+
+impl Masking {
+    /// `window`: whether the kernels know [`Masking::Window`].
+    fn new(like: &CudaTensor, shape: &Shape, mask: &Mask, desc: &AttentionDesc, scalars: &[u64], window: bool) -> Self {
+        let by_position = desc.causal && shape.sq == shape.skv && mask.is_none();
+        match (by_position, hides(desc, shape)) {
+            (true, false) => Self::Causal,
+            (true, true) if window => Self::Window,
+            _ => Self::Tables(Ranges::new(like, shape, mask, scalars)),
+        }
+    }
+
+    /// The define `MASKED`.
+    fn code(&self) -> u32 {
+        match self {
+            Self::Causal => 0,
+            Self::Tables(_) => 1,
+            Self::Window => 2,
+        }
+    }
+
+    /// Parameters of the kernels that walk the keys of a tile of queries.
+    fn of_queries(&self) -> Vec<&Handle> {
+        match self {
+            Self::Tables(ranges) => ranges.of_queries().to_vec(),
+            _ => Vec::new(),
+        }
+    }
+
+    /// Parameters of those that walk the queries of a tile of keys.
+    fn all(&self) -> Vec<&Handle> {
+        match self {
+            Self::Tables(ranges) => ranges.all().to_vec(),
+            _ => Vec::new(),
+        }
+    }
+}
+
+/// Whether the window hides any key.
+fn hides(desc: &AttentionDesc, shape: &Shape) -> bool {
+    desc.window.is_some_and(|window| window < shape.skv)
+}
+
+/// Whether a call takes the tiles for small windows.
+fn small_window(desc: &AttentionDesc, shape: &Shape, tile: Tile) -> bool {
+    hides(desc, shape) && desc.window.is_some_and(|window| window <= SMALL_WINDOW) && tile.dk <= 128
+}
 
 /// Head sizes of a tile, at least those of the call.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,10 +102,10 @@ impl Tile {
         }
     }
 
-    /// The defines that all parts share.
-    fn defines(self, masked: bool, elem: DType) -> String {
+    /// The defines that all parts share; `masked` is [`Masking::code`].
+    fn defines(self, masked: u32, elem: DType) -> String {
         let Self { dk, dv } = self;
-        let (masked, fp16) = (u32::from(masked), u32::from(elem == DType::F16));
+        let fp16 = u32::from(elem == DType::F16);
         format!("#define HDK {dk}\n#define HDV {dv}\n#define MASKED {masked}\n#define FP16 {fp16}\n")
     }
 }
@@ -54,43 +116,69 @@ pub fn supports(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor, desc: &Attention
     matches!(elem, DType::BF16 | DType::F16) && desc.scale > 0.0 && Tile::of(dk, dv).is_some()
 }
 
-/// Settings of the forward kernel by tile.
+/// Settings of a kernel that owns query rows.
 #[derive(Clone, Copy)]
-struct Forward {
+struct Rows {
     warpgroups: usize,
     stages: usize,
     q_buffers: usize,
+    /// Keys of a block.
+    keys: usize,
+    /// Whether a warpgroup passes over blocks that its own rows do not see.
+    skip: bool,
 }
 
-impl Forward {
-    fn of(tile: Tile) -> Self {
-        let (warpgroups, stages, q_buffers) = match tile.dk {
-            64 => (3, 4, 2),
-            128 => (2, 2, 2),
+impl Rows {
+    fn forward(tile: Tile, small: bool) -> Self {
+        let (warpgroups, stages, q_buffers) = match (tile.dk, small) {
+            (64, true) => (3, 6, 2),
+            (64, false) => (3, 4, 2),
+            (128, true) => (2, 4, 2),
+            (128, false) => (2, 2, 2),
             _ => (2, 2, 1),
         };
         Self {
             warpgroups,
             stages,
             q_buffers,
+            keys: if small { 64 } else { BLOCK },
+            skip: small,
         }
     }
 
-    fn kernel(tile: Tile, masked: bool, elem: DType) -> RawKernel {
+    fn defines(self) -> String {
         let Self {
             warpgroups,
             stages,
             q_buffers,
-        } = Self::of(tile);
+            keys,
+            skip,
+        } = self;
         let (load, math) = if warpgroups == 3 { (32, 160) } else { (24, 240) };
-        let defines = format!(
-            "#define NWG {warpgroups}\n#define STAGES {stages}\n#define QBUFS {q_buffers}\n\
-             #define REGS_LOAD {load}\n#define REGS_MATH {math}\n"
-        );
-        let smem = q_buffers * warpgroups * 64 * tile.dk * 2 + stages * BLOCK * (tile.dk + tile.dv) * 2 + 32 + 32 * stages;
-        let source = [&tile.defines(masked, elem), &defines, TYPES, DEFS, PTX, WGMMA, FORWARD].concat();
-        RawKernel::new(source, "attn_fwd", 128 * (warpgroups as u32 + 1), smem)
+        format!(
+            "#define NWG {warpgroups}\n#define STAGES {stages}\n#define QBUFS {q_buffers}\n#define KEYS {keys}\n#define SKIP {}\n\
+             #define REGS_LOAD {load}\n#define REGS_MATH {math}\n",
+            u32::from(skip)
+        )
     }
+
+    fn threads(self) -> u32 {
+        128 * (self.warpgroups as u32 + 1)
+    }
+}
+
+fn forward_kernel(tile: Tile, small: bool, masked: u32, elem: DType) -> RawKernel {
+    let rows = Rows::forward(tile, small);
+    let Rows {
+        warpgroups,
+        stages,
+        q_buffers,
+        keys,
+        ..
+    } = rows;
+    let smem = q_buffers * warpgroups * 64 * tile.dk * 2 + stages * keys * (tile.dk + tile.dv) * 2 + 32 + 32 * stages;
+    let source = [&tile.defines(masked, elem), &rows.defines(), TYPES, DEFS, PTX, WGMMA, ROWS, FORWARD].concat();
+    RawKernel::new(source, "attn_fwd", rows.threads(), smem)
 }
 
 /// Boxes of `rows` tokens and 64 columns of one head.
@@ -114,12 +202,14 @@ pub fn forward(
     let out = raw::empty(&q, &shape.query(shape.dv), shape.elem);
     let lse = raw::empty(&q, &[shape.batch, shape.heads, shape.sq], DType::F32);
     let scalars = shape.scalars(mask, sink.is_some(), desc, 0);
-    let ranges = Ranges::unless_causal(&q, &shape, mask, desc, &scalars);
-    let maps = vec![head_map(&q, 64), head_map(&k, BLOCK), head_map(&v, BLOCK), head_map(&out, 16)];
+    let masking = Masking::new(&q, &shape, mask, desc, &scalars, true);
+    let small = small_window(desc, &shape, tile);
+    let keys = Rows::forward(tile, small).keys;
+    let maps = vec![head_map(&q, 64), head_map(&k, keys), head_map(&v, keys), head_map(&out, 16)];
     // without a sink the pointer is not read
     let mut buffers = vec![&lse.handle, sink.as_ref().map_or(&lse.handle, |sink| &sink.handle)];
-    buffers.extend(ranges.iter().flat_map(Ranges::of_queries));
-    let kernel = Forward::kernel(tile, ranges.is_some(), shape.elem);
+    buffers.extend(masking.of_queries());
+    let kernel = forward_kernel(tile, small, masking.code(), shape.elem);
     kernel.launch(&q.client, raw::multiprocessors(&q.client), maps, &buffers, scalars);
     (out, lse)
 }
@@ -130,9 +220,13 @@ pub fn variants() -> Vec<RawKernel> {
     let mut all = Vec::new();
     let tiles = [(64, 64), (128, 128), (192, 128)].map(|(dk, dv)| Tile { dk, dv });
     for tile in tiles {
-        all.extend([false, true].map(|masked| Forward::kernel(tile, masked, DType::BF16)));
+        all.extend([0, 1, 2].map(|masked| forward_kernel(tile, false, masked, DType::BF16)));
     }
-    all.push(Forward::kernel(tiles[1], true, DType::F16));
+    for tile in &tiles[..2] {
+        all.extend([1, 2].map(|masked| forward_kernel(*tile, true, masked, DType::BF16)));
+    }
+    all.push(forward_kernel(tiles[1], false, 1, DType::F16));
     all.extend(backward::variants());
+    all.extend(split::variants());
     all
 }
