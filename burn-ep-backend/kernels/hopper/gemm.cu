@@ -141,7 +141,10 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGS_LOAD));
 #if !GATHER
     if (threadIdx.x == 0) {
-      for (bool ok = sched.locate_unit(t, role); ok; ok = sched.next(t, role)) {
+      bool ok = sched.locate_unit(t, role);
+      while (ok) {
+        Tile ahead;
+        bool asked = false;
         for (int kx = t.k0; kx < t.k1; kx += BK) {
           const u32 sa = base + s * STAGE_BYTES, sb = sa + A_BYTES, bar = full + 8 * s;
           bar_wait(empty + 8 * s, ph ^ 1);
@@ -159,7 +162,10 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
           load_b<false>(sb, &map_b, bar, t, kx, 0, n); load_b<false>(sb, &map_b, bar, t, kx, 1, n);
 #endif
           if (++s == STAGES) { s = 0; ph ^= 1; }
+          if (!asked && kx + AHEAD >= t.k1) { asked = true; ok = sched.next(ahead, role); }
         }
+        if (!asked) ok = sched.next(ahead, role);        // an empty group
+        t = ahead;
       }
     }
 #else
@@ -171,16 +177,21 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
     const int chunk = threadIdx.x & 7, r0 = threadIdx.x >> 3, top_k = (int)info.top_k;
     const u32 dst0 = (u32)(r0 * 128 + ((chunk ^ (r0 & 7)) << 4));
 #if WGRAD
-    for (bool ok = sched.locate_unit(t, role); ok; ok = sched.next(t, role)) {
-      const int col = t.m0 + chunk * 8, m = (int)info.m;
-      int src[4];
+    int src[4];                                          // rows of the next block in `slots`, fetched behind this one's copies
+    auto fetch = [&](int from, int end) {
       #pragma unroll
-      for (int i = 0; i < 4; ++i) { const int r = t.k0 + r0 + 16 * i; src[i] = r < t.k1 ? __ldg(slots + r) / top_k : -1; }
+      for (int i = 0; i < 4; ++i) { const int r = from + r0 + 16 * i; src[i] = r < end ? __ldg(slots + r) : -1; }
+    };
+    bool ok = sched.locate_unit(t, role);
+    if (ok) fetch(t.k0, t.k1);
+    while (ok) {
+      const int col = t.m0 + chunk * 8, m = (int)info.m;
+      Tile ahead;
+      bool asked = false;
       for (int kx = t.k0; kx < t.k1; kx += BK) {
         const u32 sa = base + s * STAGE_BYTES, sb = sa + A_BYTES, bar = full + 8 * s;
-        int nxt[4];                                      // the next block's rows, fetched behind this one's copies
         #pragma unroll
-        for (int i = 0; i < 4; ++i) { const int r = kx + BK + r0 + 16 * i; nxt[i] = r < t.k1 ? __ldg(slots + r) / top_k : -1; }
+        for (int i = 0; i < 4; ++i) src[i] = src[i] < 0 ? -1 : src[i] / top_k;
         bar_wait(empty + 8 * s, ph ^ 1);
         if (threadIdx.x == 0) {
           bar_expect(bar, B_BYTES);
@@ -198,17 +209,33 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
             const u32 bytes = (src[i] >= 0 && col + j * 64 < m) ? 16 : 0;   // 0: the destination is zero-filled
             asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(sa + dst0 + i * 2048 + j * 8192), "l"(bytes ? p + j * 64 : a), "r"(bytes) : "memory");
           }
-          src[i] = nxt[i];
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(bar) : "memory");
         if (++s == STAGES) { s = 0; ph ^= 1; }
+        if (!asked && kx + AHEAD >= t.k1) { asked = true; ok = sched.next(ahead, role); }
+        if (kx + BK < t.k1) fetch(kx + BK, t.k1);
+        else if (ok) fetch(ahead.k0, ahead.k1);
       }
+      if (!asked) {                                      // an empty group
+        ok = sched.next(ahead, role);
+        if (ok) fetch(ahead.k0, ahead.k1);
+      }
+      t = ahead;
     }
 #else
-    for (bool ok = sched.locate_unit(t, role); ok; ok = sched.next(t, role)) {
+    int slot[8];                                         // of the next tile
+    auto fetch = [&](const Tile& t) {
+      #pragma unroll
+      for (int i = 0; i < 8; ++i) { const int r = t.row0 + r0 + 16 * i; slot[i] = r < t.row_end ? __ldg(slots + r) : -1; }
+    };
+    bool ok = sched.locate_unit(t, role);
+    if (ok) fetch(t);
+    while (ok) {
       int src[8];
       #pragma unroll
-      for (int i = 0; i < 8; ++i) { int r = t.row0 + r0 + 16 * i; src[i] = r < t.row_end ? __ldg(slots + r) / top_k : -1; }
+      for (int i = 0; i < 8; ++i) src[i] = slot[i] < 0 ? -1 : slot[i] / top_k;
+      Tile ahead;
+      bool asked = false;
       for (int kx = 0; kx < t.k1; kx += BK) {
         const u32 sa = base + s * STAGE_BYTES, sb = sa + A_BYTES, bar = full + 8 * s;
         bar_wait(empty + 8 * s, ph ^ 1);
@@ -229,7 +256,9 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(bar) : "memory");
         if (++s == STAGES) { s = 0; ph ^= 1; }
+        if (!asked && kx + AHEAD >= t.k1) { asked = true; ok = sched.next(ahead, role); if (ok) fetch(ahead); }
       }
+      t = ahead;
     }
 #endif
     asm volatile("cp.async.wait_all;" ::: "memory");

@@ -123,6 +123,8 @@ impl Config {
              #define DYN 1\n#define SPREAD {spread}\n#define PROFILE 0\n#define ENTRY {ENTRY}\n",
             self.bn, self.stages, self.cluster, self.epilogue
         );
+        let ahead = if tried("ahead0") { "#define AHEAD 0\n" } else { "" };
+        let defines = defines + ahead;
         let threads = if self.is_backward() { 512 } else { 384 };
         RawKernel::new(defines + &SOURCE.concat(), ENTRY, threads, self.smem(groups))
     }
@@ -137,7 +139,13 @@ pub fn tried(word: &str) -> bool {
 
 /// Whether the kernel can run a problem of these widths and this many groups.
 pub fn supports(widths: [usize; 2], groups: usize) -> bool {
-    widths.iter().all(|w| *w > 0 && w.is_multiple_of(8)) && Config::new(Product::Forward, 256).smem(groups) <= MAX_SMEM
+    let plain = Config::new(Product::Forward, 256);
+    let backward = Config {
+        bn: 192,
+        epilogue: 4,
+        ..plain
+    };
+    widths.iter().all(|w| *w > 0 && w.is_multiple_of(8)) && plain.smem(groups).max(backward.smem(groups)) <= MAX_SMEM
 }
 
 /// Rows of a matrix up to a limit that the kernel chooses per group; see `load_rows` in the source.
