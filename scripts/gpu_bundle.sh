@@ -20,7 +20,7 @@ while [ $# -gt 0 ]; do
 done
 
 cd "$root"
-select=(--release --workspace --features cuda --message-format=json-render-diagnostics)
+select=(--release --workspace --features nccl --message-format=json-render-diagnostics)
 messages=$(mktemp)
 trap 'rm -f "$messages"' EXIT
 cargo build "${select[@]}" --examples >"$messages"

@@ -9,6 +9,8 @@ mod attention_case;
 mod attention_portable;
 mod attention_speed;
 mod attention_split;
+#[cfg(feature = "nccl")]
+mod comm;
 mod dense;
 mod embedding;
 mod experts;
