@@ -6,7 +6,7 @@
 //! to the host unless its contract says so; the reference of the grouped products does.
 
 use burn_backend::{
-    Backend, FloatDType, TensorData,
+    Backend, DType, FloatDType, TensorData,
     tensor::{BoolTensor, Device, FloatTensor, IntTensor},
 };
 
@@ -15,6 +15,7 @@ use crate::desc::*;
 use crate::device::DeviceMemory;
 use crate::init::InitDesc;
 use crate::reference;
+use crate::upload::{Fill, host_data};
 
 /// Chosen experts of every token.
 #[derive(Debug, Clone)]
@@ -539,6 +540,25 @@ pub trait MoeBackend: Backend {
     fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {
         Self::memory_persistent_allocations(device, data, |data| Self::float_from_data(data, device))
     }
+
+    /// [`MoeBackend::resident_from_data`] of bytes that are made in chunks, by several threads: `fill` writes those from an
+    /// offset on, in whole multiples of `unit` bytes. A device with memory of its own gets them through a few small buffers,
+    /// so that the tensor is never whole on the host; [`MoeBackend::release_staging`] frees these.
+    ///
+    /// # Errors
+    /// The error of `fill` at the lowest offset.
+    fn resident_from_chunks<E: Send>(
+        shape: &[usize],
+        dtype: DType,
+        unit: usize,
+        fill: &Fill<'_, E>,
+        device: &Device<Self>,
+    ) -> core::result::Result<FloatTensor<Self>, E> {
+        Ok(Self::resident_from_data(host_data(shape, dtype, unit, fill)?, device))
+    }
+
+    /// Frees what [`MoeBackend::resident_from_chunks`] keeps between calls.
+    fn release_staging(_device: &Device<Self>) {}
 
     /// [`MoeBackend::resident_from_data`] of initial values.
     fn resident_init(desc: &InitDesc, shape: &[usize], dtype: FloatDType, device: &Device<Self>) -> FloatTensor<Self> {

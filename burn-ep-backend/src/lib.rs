@@ -28,6 +28,7 @@ pub mod reference;
 mod scoped;
 #[cfg(test)]
 mod testing;
+mod upload;
 
 pub use backend::*;
 #[cfg(feature = "cuda")]
@@ -39,3 +40,4 @@ pub use device::visible_gpus;
 pub use device::{DeviceMemory, host_reads};
 pub use error::{OpError, Result};
 pub use init::{Init, InitDesc, stream_key};
+pub use upload::{Fill, host_data};

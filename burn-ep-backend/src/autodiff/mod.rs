@@ -21,13 +21,14 @@ pub mod ssd_scan;
 
 use burn_autodiff::{Autodiff, checkpoint::strategy::CheckpointStrategy};
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
-use burn_backend::{AutodiffBackend, FloatDType, TensorData};
+use burn_backend::{AutodiffBackend, DType, FloatDType, TensorData};
 
 use crate::backend::*;
 use crate::comm::{CommHandle, ExchangePlan};
 use crate::desc::*;
 use crate::device::DeviceMemory;
 use crate::init::InitDesc;
+use crate::upload::Fill;
 
 // Int and bool primitives of `Autodiff<B>` are those of B, so masks and orders convert by moving their fields.
 pub(crate) fn inner_order<B: MoeBackend, C: CheckpointStrategy>(order: &ExpertOrderPrim<Autodiff<B, C>>) -> ExpertOrderPrim<B> {
@@ -222,6 +223,20 @@ impl<B: MoeBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
 
     fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {
         Self::from_inner(B::resident_from_data(data, device))
+    }
+
+    fn resident_from_chunks<E: Send>(
+        shape: &[usize],
+        dtype: DType,
+        unit: usize,
+        fill: &Fill<'_, E>,
+        device: &Device<Self>,
+    ) -> core::result::Result<FloatTensor<Self>, E> {
+        B::resident_from_chunks(shape, dtype, unit, fill, device).map(Self::from_inner)
+    }
+
+    fn release_staging(device: &Device<Self>) {
+        B::release_staging(device);
     }
 
     fn resident_init(desc: &InitDesc, shape: &[usize], dtype: FloatDType, device: &Device<Self>) -> FloatTensor<Self> {

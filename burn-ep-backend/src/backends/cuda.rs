@@ -2,7 +2,7 @@
 
 use burn_backend::ops::{FloatTensorOps, IntTensorOps, ModuleOps};
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
-use burn_backend::{Backend, FloatDType, TensorData, TensorMetadata};
+use burn_backend::{Backend, DType, FloatDType, TensorData, TensorMetadata};
 use burn_cubecl::{CubeBackend, element::BoolElement, element::FloatElement, element::IntElement};
 use cubecl::cuda::CudaRuntime;
 
@@ -19,7 +19,9 @@ use crate::kernels::hopper::{self, gemm::Product};
 use crate::kernels::init::init;
 use crate::kernels::mamba;
 use crate::kernels::raw::{self, CudaTensor};
+use crate::kernels::upload;
 use crate::reference;
+use crate::upload::{Fill, host_data};
 
 /// CUDA without fusion: the backend whose ops have kernels here. Parameters choose their own dtype; the element types only
 /// name the defaults.
@@ -450,6 +452,27 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
 
     fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {
         Self::memory_persistent_allocations(device, data, |data| raw::from_data(data, device))
+    }
+
+    fn resident_from_chunks<E: Send>(
+        shape: &[usize],
+        dtype: DType,
+        unit: usize,
+        fill: &Fill<'_, E>,
+        device: &Device<Self>,
+    ) -> core::result::Result<FloatTensor<Self>, E> {
+        if upload::is_worth_it(shape, dtype) {
+            let tensor = Self::memory_persistent_allocations(device, (), |()| raw::empty_on(device, shape, dtype));
+            match upload::fill(&tensor, unit, fill) {
+                Ok(outcome) => return outcome.map(|()| tensor),
+                Err(reason) => tracing::warn!(reason, "pinned memory cannot be used: uploading through pageable memory"),
+            }
+        }
+        Ok(Self::resident_from_data(host_data(shape, dtype, unit, fill)?, device))
+    }
+
+    fn release_staging(device: &Device<Self>) {
+        upload::release(device);
     }
 
     fn resident_init(desc: &InitDesc, shape: &[usize], dtype: FloatDType, device: &Device<Self>) -> FloatTensor<Self> {

@@ -3,7 +3,7 @@
 //! Tensors are the same types on both sides; only the structs that are generic over the backend are rebuilt.
 
 use burn_backend::tensor::{Device, FloatTensor, IntTensor};
-use burn_backend::{FloatDType, TensorData, TensorPrimitive};
+use burn_backend::{DType, FloatDType, TensorData, TensorPrimitive};
 
 use super::EpBackend;
 use crate::backend::*;
@@ -11,6 +11,7 @@ use crate::comm::{CommHandle, ExchangePlan};
 use crate::desc::*;
 use crate::device::DeviceMemory;
 use crate::init::InitDesc;
+use crate::upload::Fill;
 
 pub(super) fn primitive_in<B: MoeBackend>(tensor: TensorPrimitive<EpBackend<B>>) -> TensorPrimitive<B> {
     match tensor {
@@ -419,6 +420,20 @@ impl<B: MoeBackend> MoeBackend for EpBackend<B> {
 
     fn resident_from_data(data: TensorData, device: &Device<Self>) -> FloatTensor<Self> {
         B::resident_from_data(data, device)
+    }
+
+    fn resident_from_chunks<E: Send>(
+        shape: &[usize],
+        dtype: DType,
+        unit: usize,
+        fill: &Fill<'_, E>,
+        device: &Device<Self>,
+    ) -> core::result::Result<FloatTensor<Self>, E> {
+        B::resident_from_chunks(shape, dtype, unit, fill, device)
+    }
+
+    fn release_staging(device: &Device<Self>) {
+        B::release_staging(device);
     }
 
     fn resident_init(desc: &InitDesc, shape: &[usize], dtype: FloatDType, device: &Device<Self>) -> FloatTensor<Self> {

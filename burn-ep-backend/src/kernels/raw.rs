@@ -215,6 +215,13 @@ pub fn empty(like: &CudaTensor, shape: &[usize], dtype: burn_backend::DType) -> 
     CubeTensor::new_contiguous(like.client.clone(), like.device.clone(), shape.to_vec().into(), handle, dtype)
 }
 
+/// A dense tensor with undefined contents on a device.
+pub fn empty_on(device: &cubecl::cuda::CudaDevice, shape: &[usize], dtype: burn_backend::DType) -> CudaTensor {
+    let client = <CudaRuntime as cubecl::Runtime>::client(device);
+    let handle = client.empty(shape.iter().product::<usize>() * dtype.size());
+    CubeTensor::new_contiguous(client, device.clone(), shape.to_vec().into(), handle, dtype)
+}
+
 /// Host data as a dense tensor, unlike Burn's own upload, which pads rows.
 pub fn from_data(data: burn_backend::TensorData, device: &cubecl::cuda::CudaDevice) -> CudaTensor {
     let client = <CudaRuntime as cubecl::Runtime>::client(device);

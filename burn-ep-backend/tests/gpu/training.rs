@@ -123,6 +123,43 @@ fn residents_are_dense_and_come_back() {
     assert_eq!(wrap::<GpuInner, 2>(tensor).into_data(), data);
 }
 
+/// Weights that several threads make piece by piece: sizes around the chunk and the small-tensor bounds, units that divide
+/// neither, one unit larger than a chunk.
+#[test]
+fn chunked_uploads_arrive_in_place() {
+    let device = Default::default();
+    let fill = |offset: usize, out: &mut [u8]| {
+        for (i, element) in out.as_chunks_mut::<4>().0.iter_mut().enumerate() {
+            // Finite fp32 numbers, all different.
+            *element = (((offset / 4 + i) as f32) - 5e5).to_le_bytes();
+        }
+        Ok::<(), usize>(())
+    };
+    for (rows, columns, unit) in [
+        (3usize, 5usize, 4usize),
+        (1 << 18, 1, 4),
+        (1 << 20, 1, 4),
+        ((1 << 20) + 1, 1, 4),
+        (70_001, 77, 4 * 77),
+        (5, 1_200_000, 4_800_000),
+    ] {
+        let tensor = GpuInner::resident_from_chunks(&[rows, columns], DType::F32, unit, &fill, &device).unwrap();
+        assert!(tensor.is_contiguous());
+        let found = wrap::<GpuInner, 2>(tensor).into_data().to_vec::<f32>().unwrap();
+        assert_eq!(found.len(), rows * columns);
+        let wrong = found.iter().enumerate().find(|(i, v)| **v != *i as f32 - 5e5);
+        assert_eq!(wrong, None, "{rows} x {columns} in units of {unit}");
+    }
+    // The error at the lowest offset, and the device goes on afterwards.
+    let fails = |offset: usize, _: &mut [u8]| if offset < 9 << 20 { Ok(()) } else { Err(offset) };
+    let error = GpuInner::resident_from_chunks(&[64 << 20], DType::U8, 1, &fails, &device).unwrap_err();
+    assert_eq!(error, 12 << 20);
+    GpuInner::release_staging(&device);
+    let again = GpuInner::resident_from_chunks(&[1 << 20], DType::F32, 4, &fill, &device).unwrap();
+    assert_eq!(wrap::<GpuInner, 1>(again).into_data().to_vec::<f32>().unwrap()[7], 7.0 - 5e5);
+    GpuInner::release_staging(&device);
+}
+
 #[test]
 fn memory_counters_follow_a_large_tensor() {
     let device = Default::default();
