@@ -130,6 +130,8 @@ fn loading_and_saving_need_little_more_than_the_model() {
     let extra = during_load - MODEL;
     println!("load: {extra} bytes beyond the model of {MODEL}, bound {BOUND}");
     assert!(extra <= BOUND, "{extra} bytes beyond the model, bound {BOUND}");
+    // All threads fill one parameter at a time, in place: nothing is held beside it but names and headers.
+    assert!(extra <= FUSED / 4, "{extra} bytes beyond the model, largest tensor {FUSED}");
 
     let out = tempfile::tempdir().unwrap();
     let options = SaveOptions {
@@ -140,6 +142,96 @@ fn loading_and_saving_need_little_more_than_the_model() {
     let (_, during_save) = peak(|| save(&model, &toy::map(), out.path(), &options).unwrap());
     println!("save: {during_save} bytes beyond the model, bound {BOUND}");
     assert!(during_save <= BOUND, "{during_save} bytes beyond the model, bound {BOUND}");
+}
+
+/// One layer of experts, all of it in the given layout.
+fn packed_folder(dir: &std::path::Path, fp8: bool) -> burn_moe::checkpoint::WeightMap {
+    use burn_moe::checkpoint::{QuantFormat, Rule, Step, WeightMap};
+    let mut folder = Folder::new();
+    let mut insert = |name: String, dtype, shape: Vec<usize>, bytes| folder.insert(name, Stored { dtype, shape, bytes });
+    let mut map = WeightMap::new([""]);
+    for layer in 0..PACKED_LAYERS {
+        for (name, rows) in [("gate_up_proj", 2 * WIDTH), ("down_proj", WIDTH)] {
+            let name = format!("layers.{layer}.mixer.experts.{name}");
+            let weights = rows * WIDTH;
+            if fp8 {
+                for e in 0..EXPERTS {
+                    insert(
+                        format!("{name}.{e}"),
+                        Dtype::F8_E4M3,
+                        vec![rows, WIDTH],
+                        vec![0x38 + (e as u8 & 7); weights],
+                    );
+                    let grid = vec![rows.div_ceil(128), WIDTH.div_ceil(128)];
+                    let scales = 0.5f32.to_le_bytes().repeat(grid[0] * grid[1]);
+                    insert(format!("{name}.{e}.scale"), Dtype::F32, grid, scales);
+                }
+            } else {
+                let blocks = WIDTH / 32;
+                insert(
+                    format!("{name}_blocks"),
+                    Dtype::U8,
+                    vec![EXPERTS, rows, blocks, 16],
+                    vec![0x21; EXPERTS * weights / 2],
+                );
+                insert(
+                    format!("{name}_scales"),
+                    Dtype::U8,
+                    vec![EXPERTS, rows, blocks],
+                    vec![127; EXPERTS * rows * blocks],
+                );
+            }
+        }
+    }
+    for name in ["gate_up_proj", "down_proj"] {
+        let target = format!("layers.{{layer}}.mixer.experts.{name}");
+        let (sources, format) = match fp8 {
+            true => (
+                ["{expert}", "{expert}.scale"].map(|s| format!("{target}.{s}")),
+                QuantFormat::Fp8 { rows: 128, columns: 128 },
+            ),
+            false => (["blocks", "scales"].map(|s| format!("{target}_{s}")), QuantFormat::Mxfp4),
+        };
+        let sources = sources.each_ref().map(String::as_str);
+        map = map.rule(
+            Rule::experts(&target)
+                .stored_as([target.as_str()], [])
+                .stored_as(sources, [Step::Dequantise(format)]),
+        );
+    }
+    toy::write_shards(dir, &folder, 3, |i, _| i % 3);
+    map
+}
+
+const PACKED_LAYERS: usize = 4;
+
+/// Quantised experts are decoded straight into the parameter, by all threads at once: beyond the model itself there is a
+/// buffer of rows for each thread, not a decoded expert, and never a second copy of a tensor.
+#[test]
+fn quantised_loads_need_little_more_than_the_model() {
+    let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
+    const BF16_MODEL: usize = PACKED_LAYERS * FUSED * 3 / 2;
+    const EXTRA: usize = FUSED / 4;
+    for fp8 in [false, true] {
+        let dir = tempfile::tempdir().unwrap();
+        let map = packed_folder(dir.path(), fp8);
+        let mut empty = big();
+        empty.layers.truncate(PACKED_LAYERS);
+        let (model, used) = peak(|| {
+            let source = CheckpointSource::open(dir.path()).unwrap();
+            load(empty, &source, &map, &LoadOptions::default()).unwrap().0
+        });
+        let expected = if fp8 { 0.5 } else { 1.0 };
+        let first = model.layers[3].mixer.experts.down_proj.val().slice([0..1, 0..1, 1..2]).into_data();
+        assert_eq!(first.convert::<f32>().to_vec::<f32>().unwrap(), [expected], "FP8: {fp8}");
+        assert!(used >= BF16_MODEL, "{used}: the counter misses the model of {BF16_MODEL} bytes");
+        let extra = used - BF16_MODEL;
+        println!("FP8 {fp8}: {extra} bytes beyond the model of {BF16_MODEL}, bound {EXTRA}");
+        assert!(
+            extra <= EXTRA,
+            "FP8 {fp8}: {extra} bytes beyond the model, bound {EXTRA} (largest tensor {FUSED})"
+        );
+    }
 }
 
 /// Sizes in a damaged file are claims: believing one must not cost memory.

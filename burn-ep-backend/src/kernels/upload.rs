@@ -48,7 +48,12 @@ pub fn fill<E: Send>(tensor: &CudaTensor, unit: usize, fill: &Fill<'_, E>) -> Re
         let mut context = ptr::null_mut();
         // SAFETY: on CubeCL's runner thread the device's context is current. Memory is allocated and recycled in the order of
         // CubeCL's stream: once everything enqueued there is done, the buffer belongs to this tensor alone.
-        unsafe { cu::cuCtxGetCurrent(&mut context).result().and_then(|()| cu::cuCtxSynchronize().result()) }.map_err(text)?;
+        unsafe {
+            cu::cuCtxGetCurrent(&mut context)
+                .result()
+                .and_then(|()| cu::cuCtxSynchronize().result())
+        }
+        .map_err(text)?;
         Ok::<_, String>((resource.resource().ptr, Context(context)))
     });
     let (to, context) = place.map_err(|error| format!("{error:?}"))??;

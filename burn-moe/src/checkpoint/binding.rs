@@ -67,13 +67,16 @@ impl Binding {
 
     /// The sources of item `item`, in step order.
     pub fn pieces(&self, item: usize) -> Vec<Piece> {
-        self.patterns
-            .iter()
-            .map(|pattern| Piece {
-                name: pattern.fill(&self.captures, &self.base, Some(item)),
-                slab: (self.experts.is_some() && !pattern.has(EXPERT)).then_some(item),
-            })
-            .collect()
+        (0..self.arity()).map(|index| self.piece(item, index)).collect()
+    }
+
+    /// Source `index` of item `item`.
+    pub fn piece(&self, item: usize, index: usize) -> Piece {
+        let pattern = &self.patterns[index];
+        Piece {
+            name: pattern.fill(&self.captures, &self.base, Some(item)),
+            slab: (self.experts.is_some() && !pattern.has(EXPERT)).then_some(item),
+        }
     }
 
     /// Names of all stored tensors, each once.

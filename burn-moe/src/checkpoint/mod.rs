@@ -2,7 +2,8 @@
 //!
 //! A load takes five steps: find the files (`index.rs`), map them and check their headers (`source.rs`, `header.rs`), plan
 //! which tensors make up which parameter by the table of `mapping.rs` (`plan.rs`, `binding.rs`), report what does not fit
-//! (`report.rs`), then read, convert and place one parameter at a time (`load.rs`, `transform.rs`, `cast.rs`, `quantise/`). A
+//! (`report.rs`), then place one
+//! parameter at a time (`load.rs`), whose parts several threads read and convert (`read.rs`, `transform.rs`, `cast.rs`, `quantise/`). A
 //! save runs the same table backwards (`write.rs`).
 
 mod binding;
@@ -20,6 +21,7 @@ mod pattern;
 mod plan;
 mod progress;
 mod quantise;
+mod read;
 mod report;
 mod shard;
 mod source;

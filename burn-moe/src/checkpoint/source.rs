@@ -27,7 +27,24 @@ pub struct CheckpointSource {
 
 struct Shard {
     path: PathBuf,
+    /// Large reads copy from it; they map no pages and cannot fault.
+    #[cfg(unix)]
+    file: File,
     map: Mmap,
+}
+
+impl Shard {
+    #[cfg(unix)]
+    fn read(&self, start: usize, out: &mut [u8]) -> std::io::Result<()> {
+        std::os::unix::fs::FileExt::read_exact_at(&self.file, out, start as u64)
+    }
+
+    #[cfg(not(unix))]
+    fn read(&self, start: usize, out: &mut [u8]) -> std::io::Result<()> {
+        let bytes = self.map.get(start..start + out.len()).ok_or(std::io::ErrorKind::UnexpectedEof)?;
+        out.copy_from_slice(bytes);
+        Ok(())
+    }
 }
 
 /// What the header says about a tensor.
@@ -84,7 +101,12 @@ impl CheckpointSource {
                 }
                 tensors.insert(name, (number, entry));
             }
-            shards.push(Shard { path, map });
+            shards.push(Shard {
+                path,
+                #[cfg(unix)]
+                file,
+                map,
+            });
         }
         for (name, number) in &found.promised {
             if tensors.get(name).is_none_or(|(shard, _)| shard != number) {
@@ -155,6 +177,29 @@ impl CheckpointSource {
         }
         let size = bytes.len() / count;
         bytes.get(index * size..(index + 1) * size)
+    }
+
+    /// Copies bytes of a tensor, or of entry `slab` of its axis 0, from `offset` on.
+    pub(crate) fn read(&self, name: &str, slab: Option<usize>, offset: usize, out: &mut [u8]) -> Result<()> {
+        let found = self.tensors.get(name).and_then(|(shard, entry)| {
+            let (mut start, mut length) = (entry.range.start, entry.range.len());
+            if let Some(index) = slab {
+                let count = *entry.shape.first()?;
+                length = length.checked_div(count).filter(|_| index < count)?;
+                start += index * length;
+            }
+            (offset + out.len() <= length).then_some((&self.shards[*shard], start + offset))
+        });
+        let Some((shard, start)) = found else {
+            let what = format!("tensor `{name}`");
+            return Err(Error::checkpoint(
+                &self.dir,
+                what,
+                "nothing",
+                format!("{} bytes at {offset}", out.len()),
+            ));
+        };
+        shard.read(start, out).map_err(|e| Error::io(&shard.path, "read", e))
     }
 
     /// The prefix that `{base}` stands for in this checkpoint: the one most names begin with.

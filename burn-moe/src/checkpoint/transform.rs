@@ -308,8 +308,14 @@ fn transpose<'a>(input: HostTensor<'a>, (a, b): (usize, usize)) -> HostTensor<'a
     let middle: usize = input.shape[low + 1..high].iter().product();
     let inner = input.shape[high + 1..].iter().product::<usize>() * element_bytes(input.dtype);
     let block = rows * middle * columns * inner;
-    let mut data = Vec::with_capacity(input.data.len());
-    if block > 0 {
+    let mut data: Vec<u8> = Vec::with_capacity(input.data.len());
+    let element = element_bytes(input.dtype);
+    if block > 0 && middle == 1 && inner == element {
+        data.resize(input.data.len(), 0);
+        for (from, to) in input.data.chunks_exact(block).zip(data.chunks_exact_mut(block)) {
+            transpose_columns(from, (rows, columns), element, 0, to);
+        }
+    } else if block > 0 {
         for outer in input.data.chunks_exact(block) {
             for column in 0..columns {
                 for mid in 0..middle {
@@ -325,6 +331,32 @@ fn transpose<'a>(input: HostTensor<'a>, (a, b): (usize, usize)) -> HostTensor<'a
         dtype: input.dtype,
         shape,
         data: data.into(),
+    }
+}
+
+/// Columns of a matrix `[rows, columns]` from `first` on as rows, as many as `out` holds.
+pub(crate) fn transpose_columns(matrix: &[u8], (rows, columns): (usize, usize), element: usize, first: usize, out: &mut [u8]) {
+    match element {
+        1 => columns_as_rows::<1>(matrix, rows, columns, first, out),
+        2 => columns_as_rows::<2>(matrix, rows, columns, first, out),
+        4 => columns_as_rows::<4>(matrix, rows, columns, first, out),
+        _ => columns_as_rows::<8>(matrix, rows, columns, first, out),
+    }
+}
+
+fn columns_as_rows<const N: usize>(matrix: &[u8], rows: usize, columns: usize, first: usize, out: &mut [u8]) {
+    /// Side of a block that stays in the cache: its lines are read and written whole.
+    const SIDE: usize = 32;
+    let (from, to) = (matrix.as_chunks::<N>().0, out.as_chunks_mut::<N>().0);
+    let count = to.len().checked_div(rows).unwrap_or(0);
+    for column in (0..count).step_by(SIDE) {
+        for row in (0..rows).step_by(SIDE) {
+            for c in column..count.min(column + SIDE) {
+                for r in row..rows.min(row + SIDE) {
+                    to[c * rows + r] = from[r * columns + first + c];
+                }
+            }
+        }
     }
 }
 

@@ -23,11 +23,11 @@ use super::files::{
 use super::index::{INDEX_FILE, SINGLE_FILE};
 use super::json::ConfigJson;
 use super::layout::{OutPlan, ParamTypes, plan_output};
-use super::load::read_piece;
 use super::mapping::WeightMap;
 use super::plan::{PathStack, param_specs};
 use super::progress::bytes_bar;
 use super::quantise::{QuantFormat, dequantise, quantise};
+use super::read::read_piece;
 use super::shard::EpRank;
 use super::source::CheckpointSource;
 use super::transform::{HostTensor, backward};

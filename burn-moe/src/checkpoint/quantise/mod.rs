@@ -3,8 +3,8 @@
 //! In the table of `mapping.rs` such a pair is two sources of one layout and [`Step::Dequantise`](super::Step) its first
 //! step. It turns every pair (weights, scales) into one matrix; the steps after it see ordinary values.
 //!
-//! Matrices are converted in *bands*: the rows that share one row of scales, so that no more than a band per thread is held
-//! in fp32.
+//! Matrices are converted in *bands*, the rows that share one row of scales, or in parts of them, so that no more than a band
+//! per thread is held in fp32.
 //!
 //! # Adding a format
 //! 1. a file of its own with the numbers of the format: `decode` and `encode` of one band, tested against the published rule;
@@ -23,7 +23,7 @@ use std::fmt;
 use rayon::prelude::*;
 use safetensors::Dtype;
 
-use super::cast::cast;
+use super::cast::{cast, cast_into};
 use super::transform::HostTensor;
 
 /// How packed weights and scales represent a matrix `[rows, columns]`.
@@ -136,7 +136,7 @@ impl QuantFormat {
 }
 
 /// Bytes of a row of weights, and of a row of scales.
-fn row_bytes(shapes: &[Vec<usize>; 2], types: [Dtype; 2]) -> [usize; 2] {
+fn row_bytes_of(shapes: &[Vec<usize>; 2], types: [Dtype; 2]) -> [usize; 2] {
     std::array::from_fn(|i| shapes[i][1..].iter().product::<usize>() * types[i].bitsize() / 8)
 }
 
@@ -148,23 +148,46 @@ pub(crate) fn dequantise(
     dtype: Dtype,
 ) -> Result<HostTensor<'static>, String> {
     let shape = format.shape(&weights.shape, &scales.shape)?;
-    let columns = shape[1];
-    let [packed_row, scale_row] = row_bytes(&[weights.shape.clone(), scales.shape.clone()], [weights.dtype, scales.dtype]);
-    let mut data = Vec::with_capacity(shape.iter().product::<usize>() * dtype.bitsize() / 8);
-    if columns > 0 {
-        let mut values = vec![0.0f32; format.band_rows().min(shape[0]) * columns];
-        let bands = weights.data.chunks(format.band_rows() * packed_row);
-        for (packed, scale) in bands.zip(scales.data.chunks_exact(scale_row)) {
-            let out = &mut values[..packed.len() / packed_row * columns];
-            format.decode(columns, packed, (scale, scales.dtype), out);
-            data.extend_from_slice(&cast(Cow::Borrowed(bytemuck::cast_slice(out)), Dtype::F32, dtype));
-        }
-    }
+    let mut data = vec![0; shape.iter().product::<usize>() * dtype.bitsize() / 8];
+    dequantise_rows(format, weights, scales, dtype, 0, &mut data)?;
     Ok(HostTensor {
         dtype,
         shape,
         data: data.into(),
     })
+}
+
+/// Some rows of [`dequantise`], from `first` on, into `out`.
+pub(crate) fn dequantise_rows(
+    format: QuantFormat,
+    weights: &HostTensor<'_>,
+    scales: &HostTensor<'_>,
+    dtype: Dtype,
+    first: usize,
+    out: &mut [u8],
+) -> Result<(), String> {
+    /// Rows held in fp32.
+    const ROWS: usize = 8;
+    let shape = format.shape(&weights.shape, &scales.shape)?;
+    let (columns, band) = (shape[1], format.band_rows());
+    let row_bytes = columns * dtype.bitsize() / 8;
+    if row_bytes == 0 {
+        return Ok(());
+    }
+    let [packed_row, scale_row] = row_bytes_of(&[weights.shape.clone(), scales.shape.clone()], [weights.dtype, scales.dtype]);
+    let mut values = vec![0.0f32; ROWS.min(shape[0]) * columns];
+    let (mut row, end) = (first, first + out.len() / row_bytes);
+    while row < end {
+        let stop = end.min(row + ROWS).min((row / band + 1) * band);
+        let packed = &weights.data[row * packed_row..stop * packed_row];
+        let scale = &scales.data[row / band * scale_row..][..scale_row];
+        let values = &mut values[..(stop - row) * columns];
+        format.decode(columns, packed, (scale, scales.dtype), values);
+        let out = &mut out[(row - first) * row_bytes..(stop - first) * row_bytes];
+        cast_into(bytemuck::cast_slice(values), Dtype::F32, dtype, out);
+        row = stop;
+    }
+    Ok(())
 }
 
 /// Weights and scales of a matrix. Blocks whose values are those of `before` keep its bytes.
@@ -175,7 +198,7 @@ pub(crate) fn quantise(
 ) -> Result<[HostTensor<'static>; 2], String> {
     let shapes = format.stored_shapes(&matrix.shape)?;
     let types = format.stored_types();
-    let [packed_row, scale_row] = row_bytes(&shapes, types);
+    let [packed_row, scale_row] = row_bytes_of(&shapes, types);
     let (rows, columns, element) = (matrix.shape[0], matrix.shape[1], matrix.dtype.bitsize() / 8);
     let mut packed = vec![0u8; rows * packed_row];
     let mut scales = vec![0u8; shapes[1][0] * scale_row];
