@@ -124,7 +124,8 @@ impl Config {
             self.bn, self.stages, self.cluster, self.epilogue
         );
         let ahead = if tried("ahead0") { "#define AHEAD 0\n" } else { "" };
-        let defines = defines + ahead;
+        let skew = if tried("skew1") { "#define SKEW 1\n" } else { "#define SKEW 0\n" };
+        let defines = defines + ahead + skew;
         let threads = if self.is_backward() { 512 } else { 384 };
         RawKernel::new(defines + &SOURCE.concat(), ENTRY, threads, self.smem(groups))
     }
