@@ -57,7 +57,7 @@ enum DtypeArg {
 #[derive(Parser)]
 #[command(version)]
 struct Args {
-    /// Size: qwen3_30b_a3b, nemotron3_nano, gpt_oss_20b, deepseek_v3, qwen3_8b, tiny_qwen3_moe, tiny_nemotron_h or tiny_gpt_oss
+    /// Size: qwen3_30b_a3b, nemotron3_nano, gpt_oss_20b, deepseek_v3, qwen3_8b, tiny_qwen3_moe, tiny_nemotron_h, tiny_gpt_oss or tiny_deepseek_v3
     #[arg(long, default_value = "qwen3_30b_a3b")]
     preset: String,
     /// First layers of the model [default: all]

@@ -85,7 +85,8 @@ stage() {
   esac
   [ $rc = 0 ] || failed=1
   printf '%-8s %-28s rc %-3s %4ss  %s\n' "$verdict" "$name" $rc $((SECONDS - start)) \
-    "$(grep -aE '^test result|^\{.*\}$|^error' "$results/$name.log" | tail -1 | cut -c1-400)" | tee -a "$summary"
+    "$(grep -aE '^test result|^\{.*\}$|^error|ERROR SUMMARY' "$results/$name.log" | tail -1 | cut -c1-400)" | tee -a "$summary"
+  return $rc
 }
 
 for part in "${@:-default}"; do
@@ -129,14 +130,26 @@ for part in "$@"; do
         rm -f "$results/$name.txt" "$results/$name.txt.products"
       done
       ;;
-    # Every kernel once, at the smallest shapes of the tests, under the memory checker and the checker of shared memory races.
+    # The kernels of a training step at small widths under the memory checker and the checker of shared memory races, side by side.
+    # Every allocation is one of the driver's, of its exact size, so that the checker knows its end.
     sanitizer)
       tool=$(command -v compute-sanitizer || ls /usr/local/cuda/bin/compute-sanitizer 2>/dev/null || true)
       [ -n "$tool" ] || { echo "no compute-sanitizer: install the CUDA toolkit's" >&2; exit 2; }
-      for check in memcheck racecheck; do
-        stage "sanitizer_$check" 280 "$tool" --tool "$check" --error-exitcode 9 --print-limit 20 \
-          "$home/bin/gpu" sanitizer:: --test-threads=1 --nocapture
+      mkdir -p "$work/sanitizer"
+      { cat "$work/run/cubecl.toml"; printf '[memory]\npersistent_memory = "enforced"\n'; } >"$work/sanitizer/cubecl.toml"
+      cd "$work/sanitizer" || exit 1
+      jobs=()
+      for run in "memcheck tiny_qwen3_moe bf16 adamw" "memcheck tiny_nemotron_h bf16 adamw-8bit" "memcheck tiny_gpt_oss bf16 adamw-stochastic" \
+        "memcheck tiny_deepseek_v3 bf16 adamw-master" "memcheck tiny_qwen3_moe fp32 adamw" "memcheck tiny_nemotron_h fp32 adamw" \
+        "racecheck tiny_qwen3_moe bf16 adamw" "racecheck tiny_nemotron_h bf16 adamw-8bit" "racecheck tiny_gpt_oss bf16 adamw"; do
+        read -r check preset dtype optimizer <<<"$run"
+        stage "sanitizer_${check}_${preset}_$dtype" "${LIMIT_SANITIZER:-400}" "$tool" --tool "$check" --error-exitcode 9 --print-limit 20 \
+          "$home/bin/benchmark" --preset "$preset" --dtype "$dtype" --optimizer "$optimizer" --batch 2 --seq 200 --skip-plain \
+          --warmup 0 --steps 2 &
+        jobs+=($!)
       done
+      for job in "${jobs[@]}"; do wait "$job" || failed=1; done
+      cd "$work/run" || exit 1
       ;;
     compare) stage compare 900 python3 "$home/benches/compare.py" speed --benchmark "$home/bin/benchmark" --out "$results" \
       --deadline "${COMPARE_DEADLINE:-800}" ${COMPARE_CASES:-} ;;

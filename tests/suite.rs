@@ -1,5 +1,7 @@
 //! Every cross-crate test, in one binary.
 
+#[cfg(feature = "cuda")]
+mod backends;
 mod cases;
 mod checkpoint;
 mod contract;

@@ -32,7 +32,7 @@ mod upload;
 
 pub use backend::*;
 #[cfg(feature = "cuda")]
-pub use backends::Cuda;
+pub use backends::{Cuda, FusedCuda};
 pub use decorator::{EpBackend, Routing, with_routing};
 pub use desc::*;
 #[cfg(feature = "cuda")]

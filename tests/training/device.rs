@@ -36,7 +36,7 @@ fn batch(seq: usize, seed: usize) -> HostBatch {
 
 #[test]
 fn a_step_waits_for_the_device_once() {
-    for preset in ["tiny_qwen3_moe", "tiny_nemotron_h", "tiny_gpt_oss"] {
+    for preset in ["tiny_qwen3_moe", "tiny_nemotron_h", "tiny_gpt_oss", "tiny_deepseek_v3"] {
         let mut trainer = trainer(preset, 10);
         let mut reads = |micro_batches: &[HostBatch]| {
             let before = host_reads();

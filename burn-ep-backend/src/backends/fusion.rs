@@ -15,6 +15,9 @@ use crate::desc::CrossEntropyDesc;
 use crate::device::DeviceMemory;
 use crate::kernels::dense::product_shape;
 
+/// [`Cuda`](super::Cuda) under Burn's fusion layer.
+pub type FusedCuda = Fusion<super::Cuda>;
+
 /// A custom operation with a closure as its body.
 struct Custom<B, F> {
     ir: CustomOpIr,

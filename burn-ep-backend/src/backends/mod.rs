@@ -3,12 +3,11 @@
 //! | op | Flex (CPU) | CUDA (feature `cuda`) |
 //! | --- | --- | --- |
 //! | route, sort, permute, unpermute | `flex/` | `kernels/cube/` |
-//! | grouped matmul | `flex/` | `kernels/hopper/gemm.rs` in bf16 on compute capability 9.0, else reference |
-//! | expert layer | `flex/` | `kernels/cube/expert_mlp.rs` around the grouped matmul |
-//! | attention | `flex/` | `kernels/hopper/attention.rs` in bf16, causal, head size 64 or 128, no documents or padding; else reference |
-//! | RMSNorm, gated RMSNorm, rotary embedding | `flex/` | `kernels/cube/` |
-//! | causal convolution | `flex/` | reference: the kernel in `kernels/cube/` failed on the device and is not routed |
-//! | scan | `flex/` | reference |
+//! | grouped matmul | `flex/` | `kernels/hopper/gemm.rs` in bf16 on compute capability 9.0, else `kernels/cube/grouped_matmul.rs` |
+//! | expert layer | `flex/` | `kernels/hopper/experts.rs` in bf16 on compute capability 9.0, else `kernels/cube/expert_mlp.rs` |
+//! | attention | `flex/` | `kernels/attention/`: Hopper in bf16 and fp16 where the head size fits, else portable, up to 256 |
+//! | RMSNorm, with residual, gated RMSNorm, rotary embedding | `flex/` | `kernels/cube/` |
+//! | causal convolution, scan | `flex/` | `kernels/mamba/` |
 //! | dense products | Burn | `kernels/dense/`: cuBLASLt or `kernels/hopper/dense.rs` by a table, else Burn |
 //! | linear cross entropy | `flex/` | `kernels/cuda/cross_entropy.rs` around cuBLASLt, else reference |
 //! | embedding and its gradient, scaling | Burn, reference | `kernels/cuda/` |
@@ -25,3 +24,5 @@ pub use cuda::Cuda;
 mod flex;
 #[cfg(feature = "cuda")]
 mod fusion;
+#[cfg(feature = "cuda")]
+pub use fusion::FusedCuda;

@@ -15,6 +15,7 @@ mod dense;
 mod embedding;
 mod experts;
 mod experts_speed;
+mod fused;
 mod loss;
 mod mamba_conv;
 mod mamba_scan;

@@ -8,7 +8,7 @@ use burn_ep_backend::ops::causal_conv1d;
 use crate::support::{Cpu, Gpu, close, compare, documents, float, host, poison};
 
 #[derive(Debug, Clone, Copy)]
-struct Conv {
+pub struct Conv {
     batch: usize,
     seq: usize,
     channels: usize,
@@ -23,7 +23,7 @@ struct Conv {
     sliced: bool,
 }
 
-const PLAIN: Conv = Conv {
+pub const PLAIN: Conv = Conv {
     batch: 2,
     seq: 77,
     channels: 70,
@@ -112,7 +112,7 @@ fn conv_cases() -> Vec<Conv> {
     ]
 }
 
-fn conv<B>(case: Conv, dtype: FloatDType) -> Vec<Vec<f32>>
+pub fn conv<B>(case: Conv, dtype: FloatDType) -> Vec<Vec<f32>>
 where
     B: AutodiffBackend + MoeBackend,
 {

@@ -17,17 +17,17 @@ pub struct Scan {
     pub groups: usize,
     pub state_size: usize,
     /// Length of the documents of the first row.
-    documents: Option<usize>,
-    initial_state: bool,
+    pub documents: Option<usize>,
+    pub initial_state: bool,
     /// Limits of the step size.
-    limits: (f32, f32),
+    pub limits: (f32, f32),
     /// x, B, C and dt are slices of one projection, as in the model.
-    sliced: bool,
+    pub sliced: bool,
     /// B and dt in fp32 beside x and C, and the numbers of the heads in their type.
-    mixed: bool,
+    pub mixed: bool,
 }
 
-const SMALL: Scan = Scan {
+pub const SMALL: Scan = Scan {
     batch: 2,
     seq: 50,
     heads: 4,
@@ -187,7 +187,7 @@ fn gradient<B: AutodiffBackend, const D: usize>(leaf: &Tensor<B, D>, grads: &B::
     host(grad)
 }
 
-fn scan<B>(case: Scan, dtype: FloatDType) -> Vec<Vec<f32>>
+pub fn scan<B>(case: Scan, dtype: FloatDType) -> Vec<Vec<f32>>
 where
     B: AutodiffBackend + MoeBackend,
 {

@@ -64,7 +64,7 @@ fn rms_norm_matches_the_reference() {
 }
 
 /// Sum and norm, both used, so that the gradient of the sum comes by two ways; the outputs, then the gradients.
-fn add_norm<B>(case: NormCase, rounding: NormRounding, dtype: FloatDType, weight_dtype: FloatDType) -> Vec<Vec<f32>>
+pub fn add_norm<B>(case: NormCase, rounding: NormRounding, dtype: FloatDType, weight_dtype: FloatDType) -> Vec<Vec<f32>>
 where
     B: AutodiffBackend + MoeBackend,
 {
@@ -123,7 +123,7 @@ const GATED_CASES: [GatedCase; 7] = [
     (31, 1, 4096, false),
 ];
 
-fn gated<B>(case: GatedCase, dtype: FloatDType, weight_dtype: FloatDType) -> Vec<Vec<f32>>
+pub fn gated<B>(case: GatedCase, dtype: FloatDType, weight_dtype: FloatDType) -> Vec<Vec<f32>>
 where
     B: AutodiffBackend + MoeBackend,
 {

@@ -344,7 +344,7 @@ mod tests {
 
     #[test]
     fn a_run_reports_every_number() {
-        for preset in ["tiny_qwen3_moe", "tiny_nemotron_h", "tiny_gpt_oss"] {
+        for preset in ["tiny_qwen3_moe", "tiny_nemotron_h", "tiny_gpt_oss", "tiny_deepseek_v3"] {
             let config = BenchmarkConfig {
                 recompute: Recompute::KeepEvery(2),
                 ..tiny(preset)

@@ -19,7 +19,7 @@ const fn preset(name: &'static str, config: fn() -> Value, experts: Option<&'sta
 }
 
 /// Every preset. The `tiny` ones run on a CPU in seconds.
-pub const PRESETS: [Preset; 8] = [
+pub const PRESETS: [Preset; 9] = [
     preset("qwen3_30b_a3b", qwen3_30b_a3b, Some("num_experts")),
     preset("nemotron3_nano", nemotron3_nano, Some("n_routed_experts")),
     preset("gpt_oss_20b", gpt_oss_20b, Some("num_local_experts")),
@@ -28,6 +28,7 @@ pub const PRESETS: [Preset; 8] = [
     preset("tiny_qwen3_moe", tiny_qwen3_moe, Some("num_experts")),
     preset("tiny_nemotron_h", tiny_nemotron_h, Some("n_routed_experts")),
     preset("tiny_gpt_oss", tiny_gpt_oss, Some("num_local_experts")),
+    preset("tiny_deepseek_v3", tiny_deepseek_v3, Some("n_routed_experts")),
 ];
 
 impl Preset {
@@ -170,6 +171,17 @@ fn tiny_gpt_oss() -> Value {
             "rope_type": "yarn", "factor": 4.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": false,
             "original_max_position_embeddings": 128
         }
+    })
+}
+
+/// With the true head sizes, since they choose the kernel of the attention.
+fn tiny_deepseek_v3() -> Value {
+    json!({
+        "model_type": "deepseek_v3", "vocab_size": 512, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 3,
+        "num_attention_heads": 2, "num_key_value_heads": 2, "q_lora_rank": 32, "kv_lora_rank": 32, "qk_nope_head_dim": 128,
+        "qk_rope_head_dim": 64, "v_head_dim": 128, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1,
+        "num_experts_per_tok": 2, "moe_intermediate_size": 48, "n_group": 2, "topk_group": 1, "norm_topk_prob": true,
+        "routed_scaling_factor": 2.5, "max_position_embeddings": 512, "rope_theta": 10_000.0, "rms_norm_eps": 1e-6
     })
 }
 
