@@ -160,6 +160,7 @@ fn run(args: Args) -> Result<ExitCode> {
     }
     let progress = ProgressLine::new(finetune.config().trainer.steps);
     let report = finetune.run(&interrupt, |event| match event {
+        Event::Memory(plan) => say!("{plan}"),
         Event::Loaded { parameters, active, step } => {
             say!("model: {parameters} parameters, {active} active per token; starting after step {step}");
         }

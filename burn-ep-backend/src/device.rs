@@ -48,6 +48,20 @@ pub fn visible_gpus() -> Result<usize, String> {
 #[cfg(feature = "cuda")]
 mod kernel_cache;
 
+/// Bytes of memory of GPU `ordinal`; None when the driver cannot tell.
+#[cfg(feature = "cuda")]
+pub fn gpu_memory(ordinal: usize) -> Option<u64> {
+    use cudarc::driver::result;
+    // SAFETY: opens and closes the driver library; its initialisers touch nothing of ours.
+    if !unsafe { cudarc::driver::sys::is_culib_present() } {
+        return None;
+    }
+    result::init().ok()?;
+    let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
+    // SAFETY: the driver has just returned this device.
+    unsafe { result::device::total_mem(device) }.ok().map(|bytes| bytes as u64)
+}
+
 #[cfg(feature = "cuda")]
 pub(crate) mod cuda {
     //! Settings of CubeCL and the counters of the CUDA memory pool.

@@ -35,9 +35,9 @@ pub use backend::*;
 pub use backends::{Cuda, FusedCuda};
 pub use decorator::{EpBackend, Routing, with_routing};
 pub use desc::*;
-#[cfg(feature = "cuda")]
-pub use device::visible_gpus;
 pub use device::{DeviceMemory, host_reads};
+#[cfg(feature = "cuda")]
+pub use device::{gpu_memory, visible_gpus};
 pub use error::{OpError, Result};
 pub use init::{Init, InitDesc, stream_key};
 pub use upload::{Fill, host_data};

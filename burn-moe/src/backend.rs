@@ -49,6 +49,21 @@ pub fn local_device(local_rank: usize) -> Result<Device> {
     }
 }
 
+/// Bytes of memory that a device has, whoever uses them; None where that cannot be told. On the CPU: what the machine has.
+pub fn device_capacity(device: &Device) -> Option<u64> {
+    #[cfg(feature = "cuda")]
+    {
+        burn_ep_backend::gpu_memory(device.index)
+    }
+    #[cfg(not(feature = "cuda"))]
+    {
+        let _ = device;
+        let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+        let line = text.lines().find_map(|line| line.strip_prefix("MemTotal:"))?;
+        line.split_whitespace().next()?.parse::<u64>().ok().map(|kib| kib * 1024)
+    }
+}
+
 /// How the tensors of the processes of a job travel between their devices.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, serde::Serialize, serde::Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -21,6 +21,7 @@ mod pretrained;
 mod registry;
 mod rope;
 mod router;
+pub mod sizing;
 pub mod sparse;
 
 pub use auto::{AutoModelForCausalLm, FromConfigOptions};

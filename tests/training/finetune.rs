@@ -66,6 +66,7 @@ fn loss_falls_and_the_saved_folder_is_a_checkpoint() {
         .run(&Interrupt::new(), |event| match event {
             Event::Answer { trained, .. } => answers.push(trained),
             Event::Step(report) => steps.push((report.step, report.loss)),
+            Event::Memory(plan) => assert!(plan.weights > 0 && plan.optimizer > 0, "{plan}"),
             Event::Loaded { step, .. } => assert_eq!(step, 0),
         })
         .unwrap();

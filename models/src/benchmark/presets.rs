@@ -22,6 +22,7 @@ const fn preset(name: &'static str, config: fn() -> Value, experts: Option<&'sta
 pub const PRESETS: [Preset; 9] = [
     preset("qwen3_30b_a3b", qwen3_30b_a3b, Some("num_experts")),
     preset("nemotron3_nano", nemotron3_nano, Some("n_routed_experts")),
+    preset("nemotron3_ultra", nemotron3_ultra, Some("n_routed_experts")),
     preset("gpt_oss_20b", gpt_oss_20b, Some("num_local_experts")),
     preset("deepseek_v3", deepseek_v3, Some("n_routed_experts")),
     preset("qwen3_8b", qwen3_8b, None),
@@ -110,6 +111,22 @@ fn nemotron3_nano() -> Value {
         "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712, "n_routed_experts": 128,
         "n_shared_experts": 1, "num_experts_per_tok": 6, "routed_scaling_factor": 2.5, "norm_topk_prob": true,
         "n_group": 1, "topk_group": 1, "mlp_hidden_act": "relu2"
+    })
+}
+
+/// Without the layers that predict further tokens; the number of groups is not published and taken from the smaller models.
+fn nemotron3_ultra() -> Value {
+    json!({
+        "model_type": "nemotron_h", "vocab_size": 131_072, "hidden_size": 8192, "num_hidden_layers": 108,
+        "hybrid_override_pattern": concat!(
+            "MEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*EMEMEMEM*EMEMEM*EMEMEMEM*",
+            "EMEMEMEME"
+        ),
+        "num_attention_heads": 64, "head_dim": 128, "num_key_value_heads": 2, "mamba_num_heads": 256, "mamba_head_dim": 64,
+        "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4, "chunk_size": 128, "intermediate_size": 5120,
+        "moe_intermediate_size": 5120, "moe_latent_size": 2048, "moe_shared_expert_intermediate_size": 10_240,
+        "n_routed_experts": 512, "n_shared_experts": 1, "num_experts_per_tok": 22, "routed_scaling_factor": 5.0,
+        "norm_topk_prob": true, "n_group": 1, "topk_group": 1, "mlp_hidden_act": "relu2"
     })
 }
 

@@ -11,6 +11,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
+use burn::tensor::FloatDType;
 use burn_ep_backend::comm::Launch;
 
 use burn_moe::backend::Transport;
@@ -19,6 +20,7 @@ use burn_moe::train::{StepReport, TrainerConfig};
 use burn_moe::{Error, Result};
 
 use crate::AutoConfig;
+use crate::sizing::{MemoryPlan, MemorySettings};
 
 pub use run::FinetuneReport;
 
@@ -91,6 +93,8 @@ impl FinetuneConfig {
 /// What happens in a run, for progress output.
 #[derive(Debug, Clone)]
 pub enum Event<'a> {
+    /// What a rank will need, before anything is loaded.
+    Memory(&'a MemoryPlan),
     /// The model is loaded.
     Loaded {
         /// Parameters of the whole model.
@@ -214,6 +218,26 @@ impl Finetune {
     /// Whether this process speaks for the job: it alone reports progress.
     pub fn is_first(&self) -> bool {
         self.launch.as_ref().is_none_or(|launch| launch.rank == 0)
+    }
+
+    /// Memory of each rank.
+    ///
+    /// # Errors
+    /// As [`MemoryPlan::new`].
+    pub fn memory_plan(&self, model: &AutoConfig) -> Result<MemoryPlan> {
+        let config = &self.config;
+        let world = self.launch.as_ref().map_or(config.ep, |launch| launch.world);
+        let settings = MemorySettings {
+            dtype: model.common().dtype.unwrap_or(FloatDType::F32),
+            optimizer: Some(config.trainer.optimizer.clone()),
+            micro_batches: config.trainer.micro_batches,
+            recompute: config.trainer.recompute,
+            world,
+            ep: config.ep,
+            shard_optimizer: config.trainer.shard_optimizer,
+            ..MemorySettings::new(config.batch / world, config.seq)
+        };
+        MemoryPlan::new(model, &settings)
     }
 
     /// The encoded data set.

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use burn::module::AutodiffModule;
 use burn_ep_backend::comm::{Agreement, CommHandle, EpGroup, Launch, LocalCommunicator, rendezvous};
-use burn_moe::backend::{Device, Train, communicator, local_device};
+use burn_moe::backend::{Device, Train, communicator, device_capacity, local_device};
 use burn_moe::checkpoint::{CheckpointSource, SaveOptions};
 use burn_moe::data::{Loader, LoaderOptions};
 use burn_moe::generate::{GenerateOptions, generate};
@@ -12,7 +12,7 @@ use burn_moe::train::{Interrupt, RunEnd, Trainer};
 use burn_moe::{Error, Result};
 
 use super::{Event, Finetune, output};
-use crate::{AutoModelForCausalLm, FromPretrainedOptions};
+use crate::{AutoConfig, AutoModelForCausalLm, FromPretrainedOptions};
 
 type Model = AutoModelForCausalLm<Train>;
 
@@ -155,6 +155,11 @@ impl Finetune {
             ..FromPretrainedOptions::default()
         };
         let weights = self.resumed.as_ref().unwrap_or(&config.model);
+        let plan = self.memory_plan(&AutoConfig::from_file(weights.join("config.json"))?)?;
+        on_event(Event::Memory(&plan));
+        if let Some(available) = device_capacity(device) {
+            plan.check(available)?;
+        }
         let model = Model::from_pretrained(weights, &options, device)?.model;
         let parameters = model.config().parameters();
         let (rank, world) = ep.as_ref().map_or((0, 1), |ep| (ep.world_rank(), ep.world_size()));
