@@ -19,7 +19,7 @@ const fn preset(name: &'static str, config: fn() -> Value, experts: Option<&'sta
 }
 
 /// Every preset. The `tiny` ones run on a CPU in seconds.
-pub const PRESETS: [Preset; 9] = [
+pub const PRESETS: [Preset; 10] = [
     preset("qwen3_30b_a3b", qwen3_30b_a3b, Some("num_experts")),
     preset("nemotron3_nano", nemotron3_nano, Some("n_routed_experts")),
     preset("nemotron3_ultra", nemotron3_ultra, Some("n_routed_experts")),
