@@ -2,7 +2,7 @@
 # Runs a bundle made by scripts/gpu_bundle.sh. Needs an NVIDIA driver and python; libraries and headers of CUDA are taken from
 # python's nvidia packages (those of torch, plus nvidia-cuda-cccl) or from CUDA_PATH.
 #
-#   run.sh [ops|parity|training|examples|bench|compare|curves|products|experts|profile|sanitizer]...
+#   run.sh [ops|parity|training|examples|bench|compare|curves|products|experts|speeds|profile|sanitizer]...
 #                                                           default: ops parity training examples bench
 #   run.sh -- COMMAND...                                    a command of your own in the bundle's environment; $BENCHES is the
 #                                                           folder of the Python scripts
@@ -114,6 +114,13 @@ for part in "$@"; do
       stage products 120 "$home/bin/gpu" --ignored --nocapture --exact dense::matmul_speed
       stage torch_products 120 python3 "$home/benches/torch_matmul.py"
       ;;
+    # Every op at the sizes of the models: microseconds, TFLOP/s or GB/s, share of the ceiling.
+    speeds)
+      for test in ops_speed::ops_speed attention_speed::attention_speed mamba_speed::mamba_speed loss::cross_entropy_speed \
+        embedding::embedding_speed; do
+        stage "${test##*:}" 120 "$home/bin/gpu" --ignored --nocapture --exact "$test"
+      done
+      ;;
     experts)
       stage experts_speed 200 "$home/bin/gpu" --ignored --nocapture --exact experts_speed::experts_speed
       stage torch_experts 200 python3 "$home/benches/torch_experts.py"
@@ -154,7 +161,7 @@ for part in "$@"; do
     compare) stage compare 900 python3 "$home/benches/compare.py" speed --benchmark "$home/bin/benchmark" --out "$results" \
       --deadline "${COMPARE_DEADLINE:-800}" ${COMPARE_CASES:-} ;;
     curves) stage curves 300 python3 "$home/benches/compare.py" curves --benchmark "$home/bin/benchmark" --out "$results" ;;
-    *) echo "unknown part $part; parts: ops parity training examples bench compare curves products experts profile sanitizer" >&2; exit 2 ;;
+    *) echo "unknown part $part; parts: ops parity training examples bench compare curves products experts speeds profile sanitizer" >&2; exit 2 ;;
   esac
 done
 echo "logs: $results"

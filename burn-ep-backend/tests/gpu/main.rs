@@ -22,6 +22,7 @@ mod mamba_scan;
 mod mamba_speed;
 mod matmul;
 mod norms;
+mod ops_speed;
 mod rope;
 mod routing;
 mod support;
