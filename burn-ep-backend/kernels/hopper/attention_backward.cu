@@ -298,9 +298,9 @@ attn_bwd(const __grid_constant__ TensorMap map_q,  // Q, box 64 tokens x 64
       if (n * BN + w * 64 < (int)info.skv) {
         const u64 off = tile_of(x.b, h / group, hkv, key_groups(info), 2 * n + w) * (64 * HD) + warp * (HD / 8) * 128 + lane * 4;
         #pragma unroll
-        for (int j = 0; j < HD / 8; ++j) red4(dv + off + j * 128, adv[4 * j], adv[4 * j + 1], adv[4 * j + 2], adv[4 * j + 3]);
+        for (int j = 0; j < HD / 8; ++j) put4(dv + off + j * 128, group > 1, adv[4 * j], adv[4 * j + 1], adv[4 * j + 2], adv[4 * j + 3]);
         #pragma unroll
-        for (int j = 0; j < HD / 8; ++j) red4(dk + off + j * 128, adk[4 * j], adk[4 * j + 1], adk[4 * j + 2], adk[4 * j + 3]);
+        for (int j = 0; j < HD / 8; ++j) put4(dk + off + j * 128, group > 1, adk[4 * j], adk[4 * j + 1], adk[4 * j + 2], adk[4 * j + 3]);
       }
     }
     if (lane == 0) bulk_wait_all();

@@ -10,6 +10,6 @@
 __device__ __forceinline__ int key_groups(const Info& info) { return ((int)info.skv + 63) / 64; }
 // index of tile i of one head, whose rows make `groups` tiles
 __device__ __forceinline__ u64 tile_of(int b, int h, int heads, int groups, int i) { return (u64)(b * heads + h) * groups + i; }
-// workspace: [dQ | dK | dV], all zeroed by the first kernel
+// workspace: [dQ | dK | dV], zeroed by the first kernel where several blocks add (dK and dV: if query heads share a key head)
 __device__ __forceinline__ u64 dk_start(const Info& info) { return info.batch * info.hq * row_groups(info) * (64 * HDK); }
 __device__ __forceinline__ u64 dv_start(const Info& info) { return dk_start(info) + info.batch * info.hkv * key_groups(info) * (64 * HDK); }

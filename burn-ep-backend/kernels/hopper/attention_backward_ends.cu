@@ -1,30 +1,46 @@
 // ---- backward, before and after the main kernel -----------------------------------------------------------------------------
-// nl and delta of every query row (HDV / 8 lanes a row), zeros for the workspace and the tile counter
+// nl and delta of every query row, zeros for the workspace and the tile counter. A warp takes STAT_ROWS rows of one head at a time,
+// HDV / 8 lanes a row: four loads of O and four of dO are in flight in each lane, and the statistics leave 32 bytes or more at once.
+#define LANES (HDV / 8)
+#define PASS (32 / LANES)                         // rows of one load
+#define STAT_ROWS (4 * PASS)
 extern "C" __global__ void __launch_bounds__(256)
 attn_bwd_pre(const half16* o, const half16* d_o, const float* lse, float* nl, float* delta, uint4* zero, int* counter,
              const __grid_constant__ Info info) {
-  const u32 tid = blockIdx.x * 256 + threadIdx.x, step = gridDim.x * 256, per = HDV / 8, hq = (u32)info.hq, dv = (u32)info.dv;
+  const u32 tid = blockIdx.x * 256 + threadIdx.x, step = gridDim.x * 256, hq = (u32)info.hq, sq = (u32)info.sq, dv = (u32)info.dv;
   if (tid == 0) *counter = 0;
   for (u64 i = tid; i < info.zeros; i += step) zero[i] = make_uint4(0, 0, 0, 0);
-  const u32 sq = (u32)info.sq, padded = (sq + 63) / 64 * 64, rows = (u32)info.batch * padded * hq;
-  for (u32 r = tid / per, l = tid % per; r < (rows + 31) / 32 * 32; r += step / per) {   // whole warps
-    const u32 h = r % hq, i = r / hq % padded, b = r / hq / padded;
-    const bool in = r < rows, real = in && i < sq;
-    float a = 0.f;
-    if (real && l * 8 < dv) {
-      const u64 off = (((u64)b * sq + i) * hq + h) * dv + l * 8;
-      const uint4 u = *(const uint4*)(o + off), v = *(const uint4*)(d_o + off);
-      const u32 uu[4] = {u.x, u.y, u.z, u.w}, vv[4] = {v.x, v.y, v.z, v.w};
+  const u32 lane = threadIdx.x & 31, sub = lane / LANES, at = lane % LANES * 8;
+  const u32 padded = (sq + 63) / 64 * 64, parts = padded / STAT_ROWS, all = (u32)info.batch * parts * hq;
+  for (u32 x = tid / 32; x < all; x += step / 32) {
+    const u32 h = x % hq, y = x / hq, i0 = y % parts * STAT_ROWS, b = y / parts;
+    uint4 u[4], v[4];
+    #pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const u32 i = i0 + p * PASS + sub;
+      const u64 off = (((u64)b * sq + i) * hq + h) * dv + at;
+      const bool real = i < sq && at < dv;
+      u[p] = real ? *(const uint4*)(o + off) : make_uint4(0, 0, 0, 0);
+      v[p] = real ? *(const uint4*)(d_o + off) : make_uint4(0, 0, 0, 0);
+    }
+    float mine = 0.f;                             // lane r of the first STAT_ROWS ends with the sum of row r
+    #pragma unroll
+    for (int p = 0; p < 4; ++p) {
+      const u32 uu[4] = {u[p].x, u[p].y, u[p].z, u[p].w}, vv[4] = {v[p].x, v[p].y, v[p].z, v[p].w};
+      float a = 0.f;
       #pragma unroll
       for (int z = 0; z < 4; ++z) { a = fmaf(low(uu[z]), low(vv[z]), a); a = fmaf(high(uu[z]), high(vv[z]), a); }
+      #pragma unroll
+      for (int s = LANES / 2; s; s >>= 1) a += __shfl_xor_sync(~0u, a, s);
+      const float sum = __shfl_sync(~0u, a, (int)(lane % PASS * LANES));
+      if (lane / PASS == p) mine = sum;
     }
-    #pragma unroll
-    for (int s = per / 2; s; s >>= 1) a += __shfl_xor_sync(~0u, a, s);
-    if (in && l == 0) {
-      const float x = real ? lse[((u64)b * hq + h) * sq + i] : MINUS_INF;
-      const u64 dst = ((u64)b * hq + h) * padded + i;
-      delta[dst] = a;
-      nl[dst] = x == MINUS_INF ? MINUS_INF : -LOG2E * x;      // a row that sees nothing has no probabilities
+    if (lane < STAT_ROWS) {
+      const u32 i = i0 + lane;
+      const u64 row = (u64)b * hq + h;
+      const float e = i < sq ? lse[row * sq + i] : MINUS_INF;
+      delta[row * padded + i] = mine;
+      nl[row * padded + i] = e == MINUS_INF ? MINUS_INF : -LOG2E * e;      // a row that sees nothing has no probabilities
     }
   }
 }

@@ -254,7 +254,7 @@ attn_bwd(const __grid_constant__ TensorMap map_q,  // Q, box 64 tokens x 64; all
       dq_add();
       float* out = dv + tile_of(x.b, x.h / group, hkv, n_tiles, x.n) * (64 * HDV) + warp * (HDV / 8) * 128 + lane * 4;
       #pragma unroll
-      for (int j = 0; j < HDV / 8; ++j) red4(out + j * 128, adv[4 * j], adv[4 * j + 1], adv[4 * j + 2], adv[4 * j + 3]);
+      for (int j = 0; j < HDV / 8; ++j) put4(out + j * 128, group > 1, adv[4 * j], adv[4 * j + 1], adv[4 * j + 2], adv[4 * j + 3]);
     }
     if (lane == 0) bulk_wait_all();
   } else {
@@ -322,7 +322,7 @@ attn_bwd(const __grid_constant__ TensorMap map_q,  // Q, box 64 tokens x 64; all
       if (lane == 0) { bar_arrive(q_empty + 8 * prev); bar_arrive(kv_empty); }
       float* out = dk + tile_of(x.b, x.h / group, hkv, n_tiles, x.n) * (64 * HDK) + warp * (HDK / 8) * 128 + lane * 4;
       #pragma unroll
-      for (int j = 0; j < HDK / 8; ++j) red4(out + j * 128, adk[4 * j], adk[4 * j + 1], adk[4 * j + 2], adk[4 * j + 3]);
+      for (int j = 0; j < HDK / 8; ++j) put4(out + j * 128, group > 1, adk[4 * j], adk[4 * j + 1], adk[4 * j + 2], adk[4 * j + 3]);
     }
   }
 }

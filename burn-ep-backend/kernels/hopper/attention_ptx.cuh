@@ -47,6 +47,10 @@ __device__ __forceinline__ void bulk_add(float* dst, u32 src, u32 bytes) {
   asm volatile("cp.reduce.async.bulk.global.shared::cta.bulk_group.add.f32 [%0], [%1], %2;" :: "l"(dst), "r"(src), "r"(bytes) : "memory"); }
 __device__ __forceinline__ void red4(float* p, float a, float b, float c, float d) {
   asm volatile("red.global.add.v4.f32 [%0], {%1, %2, %3, %4};" :: "l"(p), "f"(a), "f"(b), "f"(c), "f"(d) : "memory"); }
+// the same for sums that no other block adds to: a plain store
+__device__ __forceinline__ void put4(float* p, bool add, float a, float b, float c, float d) {
+  if (add) red4(p, a, b, c, d);
+  else *(float4*)p = make_float4(a, b, c, d); }
 __device__ __forceinline__ void st_shared4(u32 a, float x, float y, float z, float w) {
   asm volatile("st.shared.v4.f32 [%0], {%1, %2, %3, %4};" :: "r"(a), "f"(x), "f"(y), "f"(z), "f"(w) : "memory"); }
 __device__ __forceinline__ float2 ld_shared2(u32 a) { float2 v; asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(v.x), "=f"(v.y) : "r"(a) : "memory"); return v; }

@@ -72,7 +72,13 @@ pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDes
     let sums = shape.batch * GROUP * (shape.heads * q_groups * tile.dk + shape.kv_heads * kv_groups * (tile.dk + tile.dv));
     let [neg_lse, delta, workspace, counter] = buffers(&q, [rows * 4, rows * 4, sums * 4, 16]);
     let grads = [shape.query(shape.dk), shape.key(shape.dk), shape.key(shape.dv)].map(|dims| raw::empty(&q, &dims, shape.elem));
-    let scalars = shape.scalars(mask, sink.is_some(), desc, sums / 4);
+    // with a key head for each query head only the sums of dQ have several summands
+    let zeros = if shape.heads == shape.kv_heads {
+        rows * tile.dk
+    } else {
+        sums
+    };
+    let scalars = shape.scalars(mask, sink.is_some(), desc, zeros / 4);
     let masking = Masking::new(&q, &shape, mask, desc, &scalars, false);
     let kernels = Kernels::new(tile, masking.code(), shape.elem);
     let processors = raw::multiprocessors(client);
