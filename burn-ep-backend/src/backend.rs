@@ -401,6 +401,32 @@ pub trait MoeBackend: Backend {
         reference::gated_rms_norm::gated_rms_norm_backward::<Self>(grad, y, z, weight_d, groups, eps)
     }
 
+    /// [`MoeBackend::rope`] of the [`MoeBackend::rms_norm`] of every head: x `[B, S, H, D]`, weight `[D]`.
+    fn rms_norm_rope(
+        x_bshd: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        layout: RopeLayout,
+        desc: &NormDesc,
+    ) -> FloatTensor<Self> {
+        Self::rope(Self::rms_norm(x_bshd, weight_d, desc), cos, sin, layout)
+    }
+
+    /// Gradients (x, weight).
+    fn rms_norm_rope_backward(
+        grad: FloatTensor<Self>,
+        x_bshd: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        layout: RopeLayout,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        let grad = Self::rope(grad, cos, Self::float_neg(sin), layout);
+        Self::rms_norm_backward(grad, x_bshd, weight_d, desc)
+    }
+
     /// Rotary embedding of `[B, S, H, D]` by `cos`, `sin` `[B or 1, S, D_rot / 2]`; channels past `D_rot` pass through.
     /// The backward is the same op with negated `sin`.
     fn rope(x_bshd: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>, layout: RopeLayout) -> FloatTensor<Self> {

@@ -15,6 +15,7 @@ pub mod linear_cross_entropy;
 pub mod matmul;
 pub mod permute;
 pub mod rms_norm;
+pub mod rms_norm_rope;
 pub mod rope;
 pub mod route;
 pub mod ssd_scan;
@@ -144,6 +145,17 @@ impl<B: MoeBackend, C: CheckpointStrategy> MoeBackend for Autodiff<B, C> {
         eps: f32,
     ) -> FloatTensor<Self> {
         gated_rms_norm::gated_rms_norm::<B, C>(y, z, weight_d, groups, eps)
+    }
+
+    fn rms_norm_rope(
+        x_bshd: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        layout: RopeLayout,
+        desc: &NormDesc,
+    ) -> FloatTensor<Self> {
+        rms_norm_rope::rms_norm_rope::<B, C>(x_bshd, weight_d, [cos.primitive, sin.primitive], layout, desc)
     }
 
     fn rope(x_bshd: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>, layout: RopeLayout) -> FloatTensor<Self> {

@@ -302,6 +302,36 @@ impl<F: FloatElement, I: IntElement, BT: BoolElement> MoeBackend for CubeBackend
         }
     }
 
+    fn rms_norm_rope(
+        x_bshd: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        layout: RopeLayout,
+        desc: &NormDesc,
+    ) -> FloatTensor<Self> {
+        if plain::norm_rope::supports(&x_bshd, &weight_d, &cos, &sin, layout) {
+            return plain::norm_rope::forward(x_bshd, weight_d, cos, sin, desc);
+        }
+        Self::rope(Self::rms_norm(x_bshd, weight_d, desc), cos, sin, layout)
+    }
+
+    fn rms_norm_rope_backward(
+        grad: FloatTensor<Self>,
+        x_bshd: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        layout: RopeLayout,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        if grad.dtype == x_bshd.dtype && plain::norm_rope::supports(&x_bshd, &weight_d, &cos, &sin, layout) {
+            return plain::norm_rope::backward(grad, x_bshd, weight_d, cos, sin, desc);
+        }
+        let grad = Self::rope(grad, cos, Self::float_neg(sin), layout);
+        Self::rms_norm_backward(grad, x_bshd, weight_d, desc)
+    }
+
     fn rope(x_bshd: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>, layout: RopeLayout) -> FloatTensor<Self> {
         if cube::fits([&x_bshd, &cos]) && cube::rope::supports(&x_bshd, &cos, &sin) {
             return cube::rope::rope(x_bshd, cos, sin, layout);

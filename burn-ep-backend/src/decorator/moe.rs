@@ -274,6 +274,29 @@ impl<B: MoeBackend> MoeBackend for EpBackend<B> {
         B::gated_rms_norm_backward(grad, y, z, weight_d, groups, eps)
     }
 
+    fn rms_norm_rope(
+        x_bshd: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        layout: RopeLayout,
+        desc: &NormDesc,
+    ) -> FloatTensor<Self> {
+        B::rms_norm_rope(x_bshd, weight_d, cos, sin, layout, desc)
+    }
+
+    fn rms_norm_rope_backward(
+        grad: FloatTensor<Self>,
+        x_bshd: FloatTensor<Self>,
+        weight_d: FloatTensor<Self>,
+        cos: FloatTensor<Self>,
+        sin: FloatTensor<Self>,
+        layout: RopeLayout,
+        desc: &NormDesc,
+    ) -> (FloatTensor<Self>, FloatTensor<Self>) {
+        B::rms_norm_rope_backward(grad, x_bshd, weight_d, cos, sin, layout, desc)
+    }
+
     fn rope(x_bshd: FloatTensor<Self>, cos: FloatTensor<Self>, sin: FloatTensor<Self>, layout: RopeLayout) -> FloatTensor<Self> {
         B::rope(x_bshd, cos, sin, layout)
     }

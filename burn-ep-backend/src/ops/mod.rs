@@ -32,6 +32,6 @@ pub use inject::inject_gradient;
 pub use linear_cross_entropy::linear_cross_entropy;
 pub use norm::{add_rms_norm, gated_rms_norm, rms_norm};
 pub use permute::{ExpertOrder, permute, sort_by_expert, unpermute};
-pub use rope::rope;
+pub use rope::{rms_norm_rope, rope};
 pub use route::{Route, route};
 pub use ssd_scan::{SsdInput, SsdOutput, ssd_scan};

@@ -93,7 +93,7 @@ impl Shape {
 }
 
 /// Median over batches of launches between two syncs.
-fn seconds(mut launch: impl FnMut()) -> f64 {
+pub fn seconds(mut launch: impl FnMut()) -> f64 {
     let sync = || B::sync(&Default::default()).expect("no error on the device");
     launch();
     sync();

@@ -21,6 +21,7 @@ mod mamba_conv;
 mod mamba_scan;
 mod mamba_speed;
 mod matmul;
+mod norm_rope;
 mod norms;
 mod ops_speed;
 mod rope;

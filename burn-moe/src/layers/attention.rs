@@ -124,17 +124,15 @@ impl<B: MoeBackend> Attention<B> {
     /// `[B, S, D]` to `[B, S, D]`. A cache is read for the tokens before this batch and extended by it.
     pub fn forward(&self, h_bsd: Tensor<B, 3>, input: &ModelInput<B>, cache: Option<&mut LayerCache<B>>) -> Result<Tensor<B, 3>> {
         let [b, s, _] = h_bsd.dims();
-        let mut q_bshp = self.normed(self.q_proj.forward(h_bsd.clone())?, self.heads, self.q_norm.as_ref())?;
-        let mut k_bshp = self.normed(self.k_proj.forward(h_bsd.clone())?, self.kv_heads, self.k_norm.as_ref())?;
-        let mut v_bshp = self.normed(self.v_proj.forward(h_bsd)?, self.kv_heads, None)?;
-        if let Some(limit) = self.clip_qkv {
-            [q_bshp, k_bshp, v_bshp] = [q_bshp, k_bshp, v_bshp].map(|x| x.clamp(-limit, limit));
-        }
-        if self.rotary {
-            let (cos, sin) = rope_tables(input)?;
-            q_bshp = ops::rope(q_bshp, cos.clone(), sin.clone(), RopeLayout::HalfSplit)?;
-            k_bshp = ops::rope(k_bshp, cos, sin, RopeLayout::HalfSplit)?;
-        }
+        let angles = if self.rotary { Some(rope_tables(input)?) } else { None };
+        let q_bshp = self.placed(
+            self.q_proj.forward(h_bsd.clone())?,
+            self.heads,
+            self.q_norm.as_ref(),
+            angles.clone(),
+        )?;
+        let mut k_bshp = self.placed(self.k_proj.forward(h_bsd.clone())?, self.kv_heads, self.k_norm.as_ref(), angles)?;
+        let mut v_bshp = self.placed(self.v_proj.forward(h_bsd)?, self.kv_heads, None, None)?;
         if let Some(cache) = cache {
             (k_bshp, v_bshp) = extend_cache(cache, k_bshp, v_bshp, input)?;
         }
@@ -143,14 +141,32 @@ impl<B: MoeBackend> Attention<B> {
         self.o_proj.forward(out_bshp.reshape([b, s, self.heads * self.head_dim]))
     }
 
-    /// Splits `[B, S, n*P]` into `n` heads `[B, S, n, P]` and normalises, in the order that the kind of norm asks for.
-    fn normed(&self, x_bsd: Tensor<B, 3>, n: usize, norm: Option<&RmsNorm<B>>) -> Result<Tensor<B, 4>> {
+    /// Splits `[B, S, n*P]` into `n` heads `[B, S, n, P]`, normalises in the order that the kind of norm asks for, clips and turns.
+    fn placed(
+        &self,
+        x_bsd: Tensor<B, 3>,
+        n: usize,
+        norm: Option<&RmsNorm<B>>,
+        angles: Option<(Tensor<B, 3>, Tensor<B, 3>)>,
+    ) -> Result<Tensor<B, 4>> {
         let [b, s, _] = x_bsd.dims();
         let heads = [b, s, n, self.head_dim];
-        match norm {
-            Some(norm) if self.norm_spans_heads => Ok(norm.forward(x_bsd)?.reshape(heads)),
-            Some(norm) => norm.forward(x_bsd.reshape(heads)),
-            None => Ok(x_bsd.reshape(heads)),
+        let layout = RopeLayout::HalfSplit;
+        let x_bshp = match norm {
+            Some(norm) if self.norm_spans_heads => norm.forward(x_bsd)?.reshape(heads),
+            Some(norm) => match angles {
+                Some((cos, sin)) if self.clip_qkv.is_none() => return norm.forward_rope(x_bsd.reshape(heads), cos, sin, layout),
+                _ => norm.forward(x_bsd.reshape(heads))?,
+            },
+            None => x_bsd.reshape(heads),
+        };
+        let x_bshp = match self.clip_qkv {
+            Some(limit) => x_bshp.clamp(-limit, limit),
+            None => x_bshp,
+        };
+        match angles {
+            Some((cos, sin)) => Ok(ops::rope(x_bshp, cos, sin, layout)?),
+            None => Ok(x_bshp),
         }
     }
 }

@@ -2,7 +2,7 @@
 
 use burn::module::{Module, Param};
 use burn::tensor::Tensor;
-use burn_ep_backend::{MoeBackend, NormDesc, NormRounding, ops};
+use burn_ep_backend::{MoeBackend, NormDesc, NormRounding, RopeLayout, ops};
 
 use super::{Init, ParamBuilder};
 use crate::error::Result;
@@ -37,6 +37,11 @@ impl<B: MoeBackend> RmsNorm<B> {
     /// `[.., D]` to `[.., D]`.
     pub fn forward<const R: usize>(&self, x: Tensor<B, R>) -> Result<Tensor<B, R>> {
         Ok(ops::rms_norm(x, self.weight.val(), &self.desc)?)
+    }
+
+    /// The norm of every head `[B, S, H, D]`, then the rotary embedding by `cos` and `sin` `[B or 1, S, D_rot / 2]`.
+    pub fn forward_rope(&self, x_bshd: Tensor<B, 4>, cos: Tensor<B, 3>, sin: Tensor<B, 3>, layout: RopeLayout) -> Result<Tensor<B, 4>> {
+        Ok(ops::rms_norm_rope(x_bshd, self.weight.val(), cos, sin, layout, &self.desc)?)
     }
 
     /// `x + residual` and its norm, `[.., D]` each: the step from one sublayer of a block to the next.

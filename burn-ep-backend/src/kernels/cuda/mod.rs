@@ -1,9 +1,11 @@
 //! CUDA C++ kernels for any device (sources in `kernels/cuda/`), around the products of `vendor/`: the vocabulary loss, the
-//! embedding and its gradient, scaling by a number on the device; and AdamW with 8-bit moments.
+//! embedding and its gradient, scaling by a number on the device; AdamW with 8-bit moments; and the norm of every head with the
+//! rotary embedding.
 
 pub mod adamw8;
 pub mod cross_entropy;
 pub mod embedding;
+pub mod norm_rope;
 
 use burn_backend::DType;
 
@@ -40,7 +42,7 @@ mod tests {
     #[test]
     fn every_kernel_compiles_for_sm_90a() {
         for float in [DType::BF16, DType::F16, DType::F32] {
-            for kernel in adamw8::variants(float) {
+            for kernel in adamw8::variants(float).into_iter().chain(norm_rope::variants(float)) {
                 crate::kernels::nvrtc::compile_for_sm_90a(kernel.source());
             }
             for index in [DType::I32, DType::I64] {

@@ -73,11 +73,7 @@ pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDes
     let [neg_lse, delta, workspace, counter] = buffers(&q, [rows * 4, rows * 4, sums * 4, 16]);
     let grads = [shape.query(shape.dk), shape.key(shape.dk), shape.key(shape.dv)].map(|dims| raw::empty(&q, &dims, shape.elem));
     // with a key head for each query head only the sums of dQ have several summands
-    let zeros = if shape.heads == shape.kv_heads {
-        rows * tile.dk
-    } else {
-        sums
-    };
+    let zeros = if shape.heads == shape.kv_heads { rows * tile.dk } else { sums };
     let scalars = shape.scalars(mask, sink.is_some(), desc, zeros / 4);
     let masking = Masking::new(&q, &shape, mask, desc, &scalars, false);
     let kernels = Kernels::new(tile, masking.code(), shape.elem);
