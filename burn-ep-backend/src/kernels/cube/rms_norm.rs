@@ -10,15 +10,10 @@ use super::rows::Rows;
 
 /// What is normalised: `x`, or `x * silu(z)`.
 #[cube]
-fn gated_value<T: Float, Z: Float, N: Size>(
-    x: &Tensor<Vector<T, N>>,
-    z: &Tensor<Vector<Z, N>>,
-    at: usize,
-    #[comptime] gated: bool,
-) -> Vector<f32, N> {
-    let value = Vector::<f32, N>::cast_from(x[at]);
+fn gated_value<T: Float, Z: Float, N: Size>(x: Vector<T, N>, z: Vector<Z, N>, #[comptime] gated: bool) -> Vector<f32, N> {
+    let value = Vector::<f32, N>::cast_from(x);
     if comptime!(gated) {
-        let gate = Vector::<f32, N>::cast_from(z[at]);
+        let gate = Vector::<f32, N>::cast_from(z);
         value * (gate * sigmoid(gate))
     } else {
         value
@@ -26,7 +21,8 @@ fn gated_value<T: Float, Z: Float, N: Size>(
 }
 
 /// With `added`, z is a residual in the dtype of x, and `sum` takes x + z. A tensor that a variant does not use is neither read nor
-/// written.
+/// written. A team reads `together` rows before it needs the first: narrow rows would otherwise leave the memory idle. What lies
+/// beyond the end is read from the last place instead, without a branch between the loads, and not used.
 #[cube(launch_unchecked, address_type = "u64")]
 fn forward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     x: &Tensor<Vector<T, N>>,
@@ -41,6 +37,7 @@ fn forward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     eps: f32,
     #[comptime] items: usize,
     #[comptime] planes: usize,
+    #[comptime] together: usize,
     #[comptime] gated: bool,
     #[comptime] added: bool,
     #[comptime] round_before_weight: bool,
@@ -50,42 +47,63 @@ fn forward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     let step = CUBE_DIM_X as usize;
     let team = CUBE_POS * CUBE_DIM_Y as usize + UNIT_POS_Y as usize;
     let group = team % groups * vectors;
-    let mut row = team;
-    while row < rows {
-        let base = row * vectors;
-        let mut values = Array::<Vector<f32, N>>::new(items);
-        let mut squares = Vector::<f32, N>::new(0.0);
+    let teams = CUBE_COUNT * CUBE_DIM_Y as usize;
+    let mut first = team;
+    while first < rows {
+        let mut xs = Array::<Vector<T, N>>::new(items * together);
+        let mut zs = Array::<Vector<Z, N>>::new(items * together);
         #[unroll]
-        for item in 0..items {
-            let column = unit + item * step;
-            if column < vectors {
-                let mut value = gated_value::<T, Z, N>(x, z, base + column, gated);
-                if comptime!(added) {
-                    let rounded = Vector::<T, N>::cast_from(value + Vector::<f32, N>::cast_from(z[base + column]));
-                    sum[base + column] = rounded;
-                    value = Vector::<f32, N>::cast_from(rounded);
-                }
-                squares += value * value;
-                values[item] = value;
-            }
-        }
-        let mean = team_sum(vector_sum(squares), planes) / width;
-        let scale = Vector::<f32, N>::new(f32::inverse_sqrt(mean + eps));
-        #[unroll]
-        for item in 0..items {
-            let column = unit + item * step;
-            if column < vectors {
-                let y = values[item] * scale;
-                let w = Vector::<f32, N>::cast_from(weight[group + column]);
-                if comptime!(round_before_weight) {
-                    let rounded = Vector::<f32, N>::cast_from(Vector::<T, N>::cast_from(y));
-                    out[base + column] = Vector::cast_from(w * rounded);
-                } else {
-                    out[base + column] = Vector::cast_from(w * y);
+        for r in 0..together {
+            let base = min(first + r * teams, rows - 1) * vectors;
+            #[unroll]
+            for item in 0..items {
+                let at = base + min(unit + item * step, vectors - 1);
+                xs[r * items + item] = x[at];
+                if comptime!(gated || added) {
+                    zs[r * items + item] = z[at];
                 }
             }
         }
-        row += CUBE_COUNT * CUBE_DIM_Y as usize;
+        #[unroll]
+        for r in 0..together {
+            let row = first + r * teams;
+            if row < rows {
+                let base = row * vectors;
+                let mut values = Array::<Vector<f32, N>>::new(items);
+                let mut squares = Vector::<f32, N>::new(0.0);
+                #[unroll]
+                for item in 0..items {
+                    let column = unit + item * step;
+                    if column < vectors {
+                        let mut value = gated_value::<T, Z, N>(xs[r * items + item], zs[r * items + item], gated);
+                        if comptime!(added) {
+                            let rounded = Vector::<T, N>::cast_from(value + Vector::<f32, N>::cast_from(zs[r * items + item]));
+                            sum[base + column] = rounded;
+                            value = Vector::<f32, N>::cast_from(rounded);
+                        }
+                        squares += value * value;
+                        values[item] = value;
+                    }
+                }
+                let mean = team_sum(vector_sum(squares), planes) / width;
+                let scale = Vector::<f32, N>::new(f32::inverse_sqrt(mean + eps));
+                #[unroll]
+                for item in 0..items {
+                    let column = unit + item * step;
+                    if column < vectors {
+                        let y = values[item] * scale;
+                        let w = Vector::<f32, N>::cast_from(weight[group + column]);
+                        if comptime!(round_before_weight) {
+                            let rounded = Vector::<f32, N>::cast_from(Vector::<T, N>::cast_from(y));
+                            out[base + column] = Vector::cast_from(w * rounded);
+                        } else {
+                            out[base + column] = Vector::cast_from(w * y);
+                        }
+                    }
+                }
+            }
+        }
+        first += together * teams;
     }
 }
 
@@ -108,6 +126,7 @@ fn backward_kernel<T: Float, Z: Float, W: Float, N: Size>(
     eps: f32,
     #[comptime] items: usize,
     #[comptime] planes: usize,
+    #[comptime] together: usize,
     #[comptime] gated: bool,
     #[comptime] added: bool,
     #[define(T, Z, W)] _dtypes: [StorageType; 3],
@@ -127,49 +146,76 @@ fn backward_kernel<T: Float, Z: Float, W: Float, N: Size>(
             weights[item] = Vector::cast_from(weight[group + column]);
         }
     }
-    let mut row = team;
-    while row < rows {
-        let base = row * vectors;
-        let mut squares = Vector::<f32, N>::new(0.0);
-        let mut products = Vector::<f32, N>::new(0.0);
+    let teams = CUBE_COUNT * CUBE_DIM_Y as usize;
+    let mut first = team;
+    while first < rows {
+        let mut xs = Array::<Vector<T, N>>::new(items * together);
+        let mut gs = Array::<Vector<T, N>>::new(items * together);
+        let mut zs = Array::<Vector<Z, N>>::new(items * together);
+        let mut before = Array::<Vector<T, N>>::new(items * together);
         #[unroll]
-        for item in 0..items {
-            let column = unit + item * step;
-            if column < vectors {
-                let value = gated_value::<T, Z, N>(x, z, base + column, gated);
-                let g = Vector::<f32, N>::cast_from(grad[base + column]);
-                squares += value * value;
-                products += g * weights[item] * value;
-            }
-        }
-        let scale = f32::inverse_sqrt(team_sum(vector_sum(squares), planes) / width + eps);
-        let pull = team_sum(vector_sum(products), planes) / width * scale * scale;
-        let scale = Vector::<f32, N>::new(scale);
-        let pull = Vector::<f32, N>::new(pull);
-        // the second pass reads the row again, from the cache, instead of holding up to three tensors in registers
-        #[unroll]
-        for item in 0..items {
-            let column = unit + item * step;
-            if column < vectors {
-                let at = base + column;
-                let value = gated_value::<T, Z, N>(x, z, at, gated);
-                let g = Vector::<f32, N>::cast_from(grad[at]);
-                let grad_value = scale * (g * weights[item] - value * pull);
-                sums[item] += g * value * scale;
+        for r in 0..together {
+            let base = min(first + r * teams, rows - 1) * vectors;
+            #[unroll]
+            for item in 0..items {
+                let at = base + min(unit + item * step, vectors - 1);
+                xs[r * items + item] = x[at];
+                gs[r * items + item] = grad[at];
                 if comptime!(gated) {
-                    let gate = Vector::<f32, N>::cast_from(z[at]);
-                    let sigma = sigmoid(gate);
-                    grad_x[at] = Vector::cast_from(grad_value * (gate * sigma));
-                    let slope = sigma * (one + gate * (one - sigma));
-                    grad_z[at] = Vector::cast_from(grad_value * Vector::cast_from(x[at]) * slope);
-                } else if comptime!(added) {
-                    grad_x[at] = Vector::cast_from(grad_value + Vector::<f32, N>::cast_from(grad_so_far[at]));
-                } else {
-                    grad_x[at] = Vector::cast_from(grad_value);
+                    zs[r * items + item] = z[at];
+                }
+                if comptime!(added) {
+                    before[r * items + item] = grad_so_far[at];
                 }
             }
         }
-        row += CUBE_COUNT * CUBE_DIM_Y as usize;
+        #[unroll]
+        for r in 0..together {
+            let row = first + r * teams;
+            if row < rows {
+                let base = row * vectors;
+                let mut squares = Vector::<f32, N>::new(0.0);
+                let mut products = Vector::<f32, N>::new(0.0);
+                #[unroll]
+                for item in 0..items {
+                    if unit + item * step < vectors {
+                        let value = gated_value::<T, Z, N>(xs[r * items + item], zs[r * items + item], gated);
+                        let g = Vector::<f32, N>::cast_from(gs[r * items + item]);
+                        squares += value * value;
+                        products += g * weights[item] * value;
+                    }
+                }
+                let scale = f32::inverse_sqrt(team_sum(vector_sum(squares), planes) / width + eps);
+                let pull = team_sum(vector_sum(products), planes) / width * scale * scale;
+                let scale = Vector::<f32, N>::new(scale);
+                let pull = Vector::<f32, N>::new(pull);
+                #[unroll]
+                for item in 0..items {
+                    let column = unit + item * step;
+                    if column < vectors {
+                        let at = base + column;
+                        let value = gated_value::<T, Z, N>(xs[r * items + item], zs[r * items + item], gated);
+                        let g = Vector::<f32, N>::cast_from(gs[r * items + item]);
+                        let grad_value = scale * (g * weights[item] - value * pull);
+                        sums[item] += g * value * scale;
+                        if comptime!(gated) {
+                            let gate = Vector::<f32, N>::cast_from(zs[r * items + item]);
+                            let sigma = sigmoid(gate);
+                            grad_x[at] = Vector::cast_from(grad_value * (gate * sigma));
+                            let slope = sigma * (one + gate * (one - sigma));
+                            let ungated = Vector::<f32, N>::cast_from(xs[r * items + item]);
+                            grad_z[at] = Vector::cast_from(grad_value * ungated * slope);
+                        } else if comptime!(added) {
+                            let so_far = Vector::<f32, N>::cast_from(before[r * items + item]);
+                            grad_x[at] = Vector::cast_from(grad_value + so_far);
+                        } else {
+                            grad_x[at] = Vector::cast_from(grad_value);
+                        }
+                    }
+                }
+            }
+        }
+        first += together * teams;
     }
     #[unroll]
     for item in 0..items {
@@ -232,6 +278,7 @@ pub fn forward(
             eps,
             rows.items,
             rows.planes,
+            rows.together(8),
             gated,
             added,
             round_before_weight,
@@ -286,6 +333,7 @@ pub fn backward(
             eps,
             rows.items,
             rows.planes,
+            rows.together(4),
             grad_gate.is_some(),
             added,
             dtypes,
@@ -332,6 +380,7 @@ pub(super) fn variants() -> Vec<String> {
                 eps,
                 items,
                 planes,
+                2,
                 gated,
                 added,
                 round_before_weight,
@@ -365,6 +414,7 @@ pub(super) fn variants() -> Vec<String> {
             eps,
             items,
             planes,
+            2,
             gated,
             added,
             dtypes,

@@ -73,6 +73,11 @@ impl Rows {
         self.width / self.vector
     }
 
+    /// Rows that a team reads at once when it holds at most `limit` vectors of a tensor.
+    pub fn together(&self, limit: usize) -> usize {
+        (limit / self.items).clamp(1, 4)
+    }
+
     /// Teams in the launch.
     pub fn teams(&self) -> usize {
         self.cubes as usize * self.cube_dim.y as usize
