@@ -86,7 +86,8 @@ struct Args {
     /// all of them, a divisor of their number makes replicas
     #[arg(long, default_value_t = 1)]
     ep: usize,
-    /// How tensors travel between processes: auto, nccl (a build with `--features nccl`) or host
+    /// How tensors travel between processes: auto, nccl (a build with `--features nccl`), peer (GPUs of one
+    /// host) or host
     #[arg(long, default_value = "auto")]
     transport: Transport,
     /// Seed of the data order

@@ -73,6 +73,8 @@ pub enum Transport {
     Auto,
     /// NCCL, or an error where it cannot be used.
     Nccl,
+    /// Through memory that the GPUs of one host share (CUDA builds; processes may also share a GPU).
+    Peer,
     /// Over TCP between the hosts' memories.
     Host,
 }
@@ -84,8 +86,9 @@ impl std::str::FromStr for Transport {
         match name {
             "auto" => Ok(Self::Auto),
             "nccl" => Ok(Self::Nccl),
+            "peer" => Ok(Self::Peer),
             "host" => Ok(Self::Host),
-            other => Err(format!("`{other}`, expected auto, nccl or host")),
+            other => Err(format!("`{other}`, expected auto, nccl, peer or host")),
         }
     }
 }
@@ -93,23 +96,49 @@ impl std::str::FromStr for Transport {
 /// The communicator of a process with `device`, standing on its connections to the others.
 ///
 /// # Errors
-/// [`Transport::Nccl`] on a build without the feature `nccl` or a machine without the library.
+/// [`Transport::Nccl`] on a build without the feature `nccl` or a machine without the library; [`Transport::Peer`] on a build without
+/// the feature `cuda` or with ranks on different hosts.
 pub fn communicator(host: TcpCommunicator, device: &Device, transport: Transport) -> Result<CommHandle> {
-    let wants_nccl = transport == Transport::Nccl || (transport == Transport::Auto && cfg!(feature = "nccl"));
-    if !wants_nccl {
-        return Ok(CommHandle::new(host));
+    match transport {
+        Transport::Auto if cfg!(feature = "nccl") => nccl(host, device),
+        Transport::Nccl => nccl(host, device),
+        Transport::Peer => peer(host, device),
+        Transport::Auto | Transport::Host => Ok(CommHandle::new(host)),
     }
-    #[cfg(feature = "nccl")]
-    {
-        use burn_ep_backend::comm::cuda::nccl::NcclCommunicator;
-        Ok(CommHandle::new(NcclCommunicator::new(host, device.clone())?))
-    }
-    #[cfg(not(feature = "nccl"))]
-    {
-        let _ = device;
-        let expected = "`host`, or a build with `--features nccl`";
-        Err(crate::Error::config("transport", "nccl", expected))
-    }
+}
+
+#[cfg(feature = "nccl")]
+fn nccl(host: TcpCommunicator, device: &Device) -> Result<CommHandle> {
+    use burn_ep_backend::comm::cuda::nccl::NcclCommunicator;
+    Ok(CommHandle::new(NcclCommunicator::new(host, device.clone())?))
+}
+
+#[cfg(not(feature = "nccl"))]
+fn nccl(_: TcpCommunicator, _: &Device) -> Result<CommHandle> {
+    Err(crate::Error::config(
+        "transport",
+        "nccl",
+        "`host`, or a build with `--features nccl`",
+    ))
+}
+
+#[cfg(feature = "cuda")]
+fn peer(host: TcpCommunicator, device: &Device) -> Result<CommHandle> {
+    use burn_ep_backend::comm::cuda::peer::{PeerCommunicator, PeerOptions};
+    Ok(CommHandle::new(PeerCommunicator::new(
+        host,
+        device.clone(),
+        PeerOptions::default(),
+    )?))
+}
+
+#[cfg(not(feature = "cuda"))]
+fn peer(_: TcpCommunicator, _: &Device) -> Result<CommHandle> {
+    Err(crate::Error::config(
+        "transport",
+        "peer",
+        "`host`, or a build with `--features cuda`",
+    ))
 }
 
 #[cfg(test)]

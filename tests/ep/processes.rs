@@ -7,6 +7,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
+use burn_moe::backend::Transport;
 use burn_moe::train::{Interrupt, Schedule, TrainerConfig};
 use burn_moe_models::finetune::{Event, Finetune, FinetuneConfig};
 use burn_moe_tests::fixture::asset;
@@ -28,6 +29,8 @@ fn config(output: &Path) -> FinetuneConfig {
         too_long: burn_moe::data::TooLong::Truncate,
         seed: 3,
         save_every: Some(2),
+        // On a GPU build the processes share GPU 0, which NCCL refuses and shared memory does not.
+        transport: if cfg!(feature = "cuda") { Transport::Peer } else { Transport::Host },
         trainer: TrainerConfig {
             steps: STEPS,
             schedule: Schedule {

@@ -10,7 +10,7 @@ pub mod hopper;
 pub mod init;
 pub mod mamba;
 #[cfg(test)]
-mod nvrtc;
+pub(crate) mod nvrtc;
 pub mod profile;
 pub mod raw;
 pub mod upload;

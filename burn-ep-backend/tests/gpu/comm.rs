@@ -1,7 +1,8 @@
 //! Tensors between ranks on the device: every operation against what the host computes, then what happens when a rank is lost.
 //!
-//! One suite for any number of ranks. With one GPU it runs alone (NCCL refuses two ranks on a device); with more, the test
-//! program starts itself once for each GPU.
+//! One suite for any number of ranks and both transports. Shared memory runs with two and four processes, which share a GPU when
+//! there are fewer; NCCL refuses two ranks on a device, so with one GPU it runs alone. The test program starts itself once for each
+//! rank.
 
 use std::net::TcpListener;
 use std::path::{Path, PathBuf};
@@ -9,8 +10,12 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 
 use burn::tensor::{FloatDType, Tensor, TensorData};
+#[cfg(feature = "nccl")]
+use burn_ep_backend::comm::LocalCommunicator;
+#[cfg(feature = "nccl")]
 use burn_ep_backend::comm::cuda::nccl::{NcclCommunicator, available};
-use burn_ep_backend::comm::{CommHandle, ExchangePlan, Launch, LocalCommunicator, Ranks, rendezvous};
+use burn_ep_backend::comm::cuda::peer::{PeerCommunicator, PeerOptions};
+use burn_ep_backend::comm::{CommHandle, ExchangePlan, Launch, Ranks, rendezvous};
 use burn_ep_backend::{Cuda, ops, visible_gpus};
 use cubecl::cuda::CudaDevice;
 
@@ -18,6 +23,8 @@ use crate::support::{host, random};
 
 /// Folder of the job that a rank takes part in.
 const JOB: &str = "BURN_MOE_TEST_JOB";
+/// Its transport.
+const TRANSPORT: &str = "BURN_MOE_TEST_TRANSPORT";
 /// What its ranks do.
 const TASK: &str = "BURN_MOE_TEST_TASK";
 
@@ -150,6 +157,7 @@ fn speed(comm: &CommHandle, device: &CudaDevice) -> f64 {
     (rows * world * width * 2) as f64 / seconds
 }
 
+#[cfg(feature = "nccl")]
 #[test]
 fn nccl_alone() {
     if let Err(why) = available() {
@@ -166,6 +174,7 @@ fn nccl_alone() {
 }
 
 /// An operation after the end of the job is an error, not a hang, and says why.
+#[cfg(feature = "nccl")]
 #[test]
 fn nccl_after_an_abort() {
     if let Err(why) = available() {
@@ -186,7 +195,7 @@ struct Job {
 }
 
 impl Job {
-    fn start(world: usize, task: &str) -> Self {
+    fn start(transport: &str, world: usize, task: &str) -> Self {
         let folder = tempfile::tempdir().unwrap();
         let port = TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port();
         let ranks = (0..world).map(|rank| {
@@ -194,6 +203,7 @@ impl Job {
                 .args(["--exact", "comm::rank", "--ignored", "--nocapture"])
                 .env(JOB, folder.path())
                 .env(TASK, task)
+                .env(TRANSPORT, transport)
                 .env("RANK", rank.to_string())
                 .env("WORLD_SIZE", world.to_string())
                 .env("LOCAL_RANK", rank.to_string())
@@ -236,20 +246,70 @@ impl Drop for Job {
 fn rank() {
     let job = PathBuf::from(std::env::var(JOB).expect("this is no test of its own"));
     let launch = Launch::from_env().unwrap().expect("a launcher's variables");
-    let device = CudaDevice::new(launch.local_rank);
+    let device = CudaDevice::new(launch.local_rank % visible_gpus().unwrap());
     let tcp = rendezvous(&launch, &Vec::new(), Duration::from_secs(60)).unwrap();
-    let comm = CommHandle::new(NcclCommunicator::new(tcp, device.clone()).unwrap());
-    let text = match std::env::var(TASK).unwrap().as_str() {
+    let options = |megabytes: usize, seconds: u64| PeerOptions {
+        capacity: megabytes << 20,
+        timeout: Duration::from_secs(seconds),
+    };
+    let task = std::env::var(TASK).unwrap();
+    let comm = match (std::env::var(TRANSPORT).unwrap().as_str(), task.as_str()) {
+        #[cfg(feature = "nccl")]
+        ("nccl", _) => CommHandle::new(NcclCommunicator::new(tcp, device.clone()).unwrap()),
+        // Smaller than the largest collective of the suite, so that it goes in pieces.
+        ("peer", "suite") => CommHandle::new(PeerCommunicator::new(tcp, device.clone(), options(3, 60)).unwrap()),
+        ("peer", "full") => CommHandle::new(PeerCommunicator::new(tcp, device.clone(), options(1, 60)).unwrap()),
+        ("peer", "late") => CommHandle::new(PeerCommunicator::new(tcp, device.clone(), options(1, 3)).unwrap()),
+        ("peer", _) => CommHandle::new(PeerCommunicator::new(tcp, device.clone(), options(256, 60)).unwrap()),
+        (other, _) => panic!("unknown transport {other}"),
+    };
+    let text = match task.as_str() {
         "suite" => {
             suite(&comm, &device);
+            comm.get().barrier().unwrap();
+            "ok".into()
+        }
+        "speed" => {
             let speed = speed(&comm, &device) / 1e9;
             comm.get().barrier().unwrap();
             format!("ok {speed:.0} GB/s")
+        }
+        "full" => {
+            // 2 MiB to a rank that can receive 1 MiB.
+            let world = comm.get().world();
+            let plan = ExchangePlan {
+                send: (0..world).map(|to| if to == 0 { 1024 } else { 0 }).collect(),
+                recv: vec![if comm.get().rank() == 0 { 1024 } else { 0 }; world],
+            };
+            let rows = Tensor::<Cuda, 2>::ones([1024, 512], &device);
+            ended(|| ops::exchange_rows(rows.clone(), &plan, &comm).map(|out| host(out.sum())), &comm)
+        }
+        "late" => {
+            // Rank 1 is there, but does not come.
+            ops::all_reduce(flat(&[1.0], &device), &comm).unwrap();
+            if comm.get().rank() == 1 {
+                std::thread::sleep(Duration::from_secs(8));
+            }
+            ended(|| ops::all_reduce(flat(&[1.0], &device), &comm).map(host), &comm)
         }
         "lost" => lost(&comm, &device, &job),
         other => panic!("unknown task {other}"),
     };
     std::fs::write(job.join(format!("rank{}", launch.rank)), text).unwrap();
+}
+
+/// The error with which the job ends; `work` reads its result, so it waits for the device.
+fn ended<T>(work: impl Fn() -> burn_ep_backend::Result<T>, comm: &CommHandle) -> String {
+    let started = Instant::now();
+    loop {
+        if let Err(error) = work().and_then(|_| comm.check()) {
+            return error.to_string();
+        }
+        if started.elapsed() > Duration::from_secs(20) {
+            return "no error".into();
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
 }
 
 /// Exchanges until that fails; says so in a file once it is under way.
@@ -267,6 +327,7 @@ fn lost(comm: &CommHandle, device: &CudaDevice, job: &Path) -> String {
     unreachable!("the loop ends with an error")
 }
 
+#[cfg(feature = "nccl")]
 fn gpus() -> usize {
     match available() {
         Ok(()) => visible_gpus().unwrap(),
@@ -277,6 +338,7 @@ fn gpus() -> usize {
     }
 }
 
+#[cfg(feature = "nccl")]
 #[test]
 fn nccl_on_several_gpus() {
     let world = gpus().min(8);
@@ -284,12 +346,15 @@ fn nccl_on_several_gpus() {
         println!("SKIPPED: {world} GPU here, NCCL wants one for each rank");
         return;
     }
-    let mut job = Job::start(world, "suite");
+    let mut job = Job::start("nccl", world, "suite");
     let results: Vec<String> = (0..world).map(|rank| job.result(rank, Duration::from_secs(180))).collect();
     println!("{results:?}");
-    assert!(results.iter().all(|r| r.starts_with("ok ")), "{results:?}");
+    assert!(results.iter().all(|r| r == "ok"), "{results:?}");
+    let mut job = Job::start("nccl", world, "speed");
+    println!("{}", job.result(0, Duration::from_secs(120)));
 }
 
+#[cfg(feature = "nccl")]
 #[test]
 fn nccl_with_a_rank_that_is_killed() {
     let world = gpus().min(4);
@@ -297,7 +362,11 @@ fn nccl_with_a_rank_that_is_killed() {
         println!("SKIPPED: {world} GPU here, NCCL wants one for each rank");
         return;
     }
-    let mut job = Job::start(world, "lost");
+    killed("nccl", world);
+}
+
+fn killed(transport: &str, world: usize) {
+    let mut job = Job::start(transport, world, "lost");
     let started = Instant::now();
     while !(0..world).all(|rank| job.folder.path().join(format!("started{rank}")).exists()) {
         assert!(started.elapsed() < Duration::from_secs(120), "the ranks did not begin");
@@ -306,6 +375,48 @@ fn nccl_with_a_rank_that_is_killed() {
     job.ranks[1].kill().unwrap();
     for rank in (0..world).filter(|rank| *rank != 1) {
         let error = job.result(rank, Duration::from_secs(10));
-        assert!(error.contains("rank 1") && error.contains("all_reduce"), "rank {rank}: {error}");
+        assert!(error.contains("rank 1") && error.contains("operation"), "rank {rank}: {error}");
+    }
+}
+
+#[test]
+fn peers_of_one_host() {
+    for world in [2, 4] {
+        let mut job = Job::start("peer", world, "suite");
+        let results: Vec<String> = (0..world).map(|rank| job.result(rank, Duration::from_secs(180))).collect();
+        assert!(results.iter().all(|r| r == "ok"), "{world} ranks: {results:?}");
+    }
+    let mut job = Job::start("peer", 2, "speed");
+    println!(
+        "two processes, {} GPUs: {}",
+        visible_gpus().unwrap(),
+        job.result(0, Duration::from_secs(120))
+    );
+}
+
+#[test]
+fn peers_with_a_rank_that_is_killed() {
+    killed("peer", 2);
+}
+
+/// Every rank ends with the reason, though only one of them cannot take what it would be sent.
+#[test]
+fn peers_with_too_small_a_buffer() {
+    let mut job = Job::start("peer", 2, "full");
+    for rank in 0..2 {
+        let error = job.result(rank, Duration::from_secs(60));
+        assert!(error.contains("rank 0") && error.contains("capacity"), "rank {rank}: {error}");
+    }
+}
+
+#[test]
+fn peers_that_do_not_come_are_not_waited_for_for_ever() {
+    let mut job = Job::start("peer", 2, "late");
+    for rank in 0..2 {
+        let error = job.result(rank, Duration::from_secs(60));
+        assert!(
+            error.contains("no sign of rank 1") || error.contains("has not ended"),
+            "rank {rank}: {error}"
+        );
     }
 }

@@ -9,7 +9,6 @@ mod attention_case;
 mod attention_portable;
 mod attention_speed;
 mod attention_split;
-#[cfg(feature = "nccl")]
 mod comm;
 mod dense;
 mod embedding;

@@ -8,9 +8,8 @@
 
 #[cfg(feature = "nccl")]
 pub mod nccl;
-#[cfg(feature = "nccl")]
+pub mod peer;
 mod runner;
-#[cfg(feature = "nccl")]
 mod watch;
 
 use std::any::Any;
@@ -34,9 +33,72 @@ fn device(comm: &CommHandle) -> Option<&dyn DeviceCommunicator> {
     if let Some(nccl) = any.downcast_ref::<nccl::NcclCommunicator>() {
         return Some(nccl);
     }
-    let _ = any;
-    None
+    any.downcast_ref::<peer::PeerCommunicator>()
+        .map(|peer| peer as &dyn DeviceCommunicator)
 }
+
+/// A dense tensor of `shape`; one without elements has an address, too.
+fn output(like: &CudaTensor, shape: &[usize]) -> CudaTensor {
+    let bytes = (shape.iter().product::<usize>() * like.dtype.size()).max(16);
+    let handle = like.client.empty(bytes);
+    CudaTensor::new_contiguous(like.client.clone(), like.device.clone(), shape.to_vec().into(), handle, like.dtype)
+}
+
+/// [`Communicator`](crate::comm::Communicator) through the field `host`; groups by the method `of_ranks`.
+macro_rules! communicate_through_host {
+    ($name:ty) => {
+        impl $crate::comm::Communicator for $name {
+            fn rank(&self) -> usize {
+                self.host.rank()
+            }
+
+            fn world(&self) -> usize {
+                self.host.world()
+            }
+
+            fn all_to_all(&self, send: Vec<Vec<u8>>) -> $crate::error::Result<Vec<Vec<u8>>> {
+                self.host.all_to_all(send)
+            }
+
+            fn all_gather(&self, bytes: Vec<u8>) -> $crate::error::Result<Vec<Vec<u8>>> {
+                self.host.all_gather(bytes)
+            }
+
+            fn all_reduce_sum(&self, values: &mut [f32]) -> $crate::error::Result<()> {
+                self.host.all_reduce_sum(values)
+            }
+
+            fn all_reduce_sum_f64(&self, values: &mut [f64]) -> $crate::error::Result<()> {
+                self.host.all_reduce_sum_f64(values)
+            }
+
+            fn barrier(&self) -> $crate::error::Result<()> {
+                self.host.barrier()
+            }
+
+            fn abort(&self, why: &str) {
+                self.host.abort(why);
+            }
+
+            fn failure(&self) -> Option<String> {
+                self.host.failure()
+            }
+
+            fn lost(&self) -> Option<String> {
+                self.host.lost()
+            }
+
+            fn in_process(&self) -> bool {
+                self.host.in_process()
+            }
+
+            fn subgroup(&self, ranks: $crate::comm::Ranks) -> $crate::error::Result<std::sync::Arc<dyn $crate::comm::Communicator>> {
+                Ok(std::sync::Arc::new(self.of_ranks(ranks)?))
+            }
+        }
+    };
+}
+use communicate_through_host;
 
 /// Runs `op` on the device transport; None where the tensor has to go through the host.
 fn on_device(comm: &CommHandle, op: impl FnOnce(&dyn DeviceCommunicator) -> Result<CudaTensor>) -> Option<CudaTensor> {

@@ -10,8 +10,10 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use cubecl::cuda::CudaDevice;
 use cudarc::driver::sys as cu;
 
+use super::runner;
 use crate::comm::Communicator;
 
 /// Time between two looks.
@@ -79,27 +81,28 @@ impl Watch {
     }
 
     /// Puts what was enqueued on `stream` under watch. On a thread whose context is that of the stream.
+    #[cfg(feature = "nccl")]
     pub(super) fn add(&self, stream: cu::CUstream, what: String) -> Result<(), String> {
-        const NO_TIMING: u32 = 2;
-        let mut pending = Pending {
-            event: std::ptr::null_mut(),
-            context: std::ptr::null_mut(),
-            what: format!("{what} (operation {})", self.inner.count.fetch_add(1, Ordering::Relaxed)),
-            since: Instant::now(),
-        };
-        // SAFETY: every call writes a handle of its type or takes one that was just made.
-        unsafe {
-            cu::cuCtxGetCurrent(&mut pending.context)
-                .result()
-                .and_then(|()| cu::cuEventCreate(&mut pending.event, NO_TIMING).result())
-                .and_then(|()| cu::cuEventRecord(pending.event, stream).result())
-                .map_err(|error| format!("event: {error:?}"))?;
-        }
-        lock(&self.inner.pending).push_back(pending);
-        Ok(())
+        // SAFETY: an event that was just made, and a live stream.
+        self.inner.add(|event, _| unsafe { cu::cuEventRecord(event, stream) }, what)
+    }
+
+    /// Puts everything that this thread has queued on CubeCL's stream under watch.
+    pub(super) fn add_queued(&self, device: &CudaDevice, what: String) {
+        let inner = self.inner.clone();
+        runner::submit(device, Vec::new(), move |_| {
+            let record = |event, context| {
+                // SAFETY: an event that was just made, and the current context.
+                unsafe { cu::cuCtxRecordEvent(context, event) }
+            };
+            if let Err(why) = inner.add(record, what) {
+                inner.fail(&why);
+            }
+        });
     }
 
     /// Ends the job because of something that went wrong here.
+    #[cfg(feature = "nccl")]
     pub(super) fn fail(&self, why: &str) {
         self.inner.fail(why);
     }
@@ -113,6 +116,26 @@ impl Watch {
 }
 
 impl Inner {
+    /// `record` records an event of the current context.
+    fn add(&self, record: impl FnOnce(cu::CUevent, cu::CUcontext) -> cu::CUresult, what: String) -> Result<(), String> {
+        const NO_TIMING: u32 = 2;
+        let mut pending = Pending {
+            event: std::ptr::null_mut(),
+            context: std::ptr::null_mut(),
+            what: format!("{what} (operation {})", self.count.fetch_add(1, Ordering::Relaxed)),
+            since: Instant::now(),
+        };
+        // SAFETY: every call writes a handle of its type.
+        let made = unsafe {
+            let context = cu::cuCtxGetCurrent(&mut pending.context).result();
+            context.and_then(|()| cu::cuEventCreate(&mut pending.event, NO_TIMING).result())
+        };
+        made.and_then(|()| record(pending.event, pending.context).result())
+            .map_err(|error| format!("event: {error:?}"))?;
+        lock(&self.pending).push_back(pending);
+        Ok(())
+    }
+
     fn fail(&self, why: &str) {
         tracing::error!(place = self.place, why, "exchange between devices failed");
         (self.give_up)();

@@ -17,7 +17,7 @@ use cubecl::cuda::CudaDevice;
 use api::Elem;
 use group::Group;
 
-use super::DeviceCommunicator;
+use super::{DeviceCommunicator, output};
 use crate::comm::{Communicator, ExchangePlan, Ranks};
 use crate::error::{OpError, Result};
 use crate::kernels::raw::{self, CudaTensor};
@@ -139,13 +139,6 @@ impl NcclCommunicator {
     }
 }
 
-/// A dense tensor of `shape`; one without elements has an address, too.
-fn output(like: &CudaTensor, shape: &[usize]) -> CudaTensor {
-    let bytes = (shape.iter().product::<usize>() * like.dtype.size()).max(16);
-    let handle = like.client.empty(bytes);
-    CudaTensor::new_contiguous(like.client.clone(), like.device.clone(), shape.to_vec().into(), handle, like.dtype)
-}
-
 fn elem(dtype: DType) -> Elem {
     match dtype {
         DType::F64 => Elem::F64,
@@ -217,54 +210,11 @@ impl DeviceCommunicator for NcclCommunicator {
     }
 }
 
-impl Communicator for NcclCommunicator {
-    fn rank(&self) -> usize {
-        self.host.rank()
-    }
+super::communicate_through_host!(NcclCommunicator);
 
-    fn world(&self) -> usize {
-        self.host.world()
-    }
-
-    fn all_to_all(&self, send: Vec<Vec<u8>>) -> Result<Vec<Vec<u8>>> {
-        self.host.all_to_all(send)
-    }
-
-    fn all_gather(&self, bytes: Vec<u8>) -> Result<Vec<Vec<u8>>> {
-        self.host.all_gather(bytes)
-    }
-
-    fn all_reduce_sum(&self, values: &mut [f32]) -> Result<()> {
-        self.host.all_reduce_sum(values)
-    }
-
-    fn all_reduce_sum_f64(&self, values: &mut [f64]) -> Result<()> {
-        self.host.all_reduce_sum_f64(values)
-    }
-
-    fn barrier(&self) -> Result<()> {
-        self.host.barrier()
-    }
-
-    fn abort(&self, why: &str) {
-        self.host.abort(why);
-    }
-
-    fn failure(&self) -> Option<String> {
-        self.host.failure()
-    }
-
-    fn lost(&self) -> Option<String> {
-        self.host.lost()
-    }
-
-    fn in_process(&self) -> bool {
-        self.host.in_process()
-    }
-
-    fn subgroup(&self, ranks: Ranks) -> Result<Arc<dyn Communicator>> {
+impl NcclCommunicator {
+    fn of_ranks(&self, ranks: Ranks) -> Result<Self> {
         let host = self.host.subgroup(ranks)?;
-        let group = Self::of(host, ranks, self.groups.clone(), self.device.clone(), self.job_rank, self.timeout)?;
-        Ok(Arc::new(group))
+        Self::of(host, ranks, self.groups.clone(), self.device.clone(), self.job_rank, self.timeout)
     }
 }
