@@ -13,7 +13,7 @@ use std::path::PathBuf;
 use burn::tensor::FloatDType;
 use burn_moe::Result;
 use burn_moe::train::Recompute;
-use burn_moe_examples::{check_backend, log_warnings, say};
+use burn_moe_examples::{check_backend, log_warnings, recompute, say};
 use burn_moe_models::benchmark::{BenchmarkConfig, BenchmarkOptimizer, H200_BF16_TFLOPS, run};
 use clap::{Parser, ValueEnum};
 
@@ -23,13 +23,6 @@ enum Routing {
     Real,
     /// Every expert the same number of rows
     Balanced,
-}
-
-#[derive(Clone, Copy, ValueEnum)]
-enum RecomputeArg {
-    None,
-    All,
-    EverySecond,
 }
 
 #[derive(Clone, Copy, ValueEnum)]
@@ -74,11 +67,18 @@ struct Args {
     seq: usize,
     #[arg(long, value_enum, default_value = "real")]
     routing: Routing,
-    /// Blocks whose activations are computed again in the backward pass
-    #[arg(long, value_enum, default_value = "none")]
-    recompute: RecomputeArg,
+    /// Blocks whose activations are computed again in the backward pass: none, all, every-second, or a number, counted from the
+    /// first block
+    #[arg(long, default_value = "none", value_parser = recompute)]
+    recompute: Recompute,
     #[arg(long, value_enum, default_value = "adamw")]
     optimizer: OptimizerArg,
+    /// Update each part of the model in the backward pass: one block's gradients at a time in memory
+    #[arg(long)]
+    optimizer_in_backward: bool,
+    /// Bound of the gradient norm; 0: no clipping. With --optimizer-in-backward it bounds a running norm
+    #[arg(long, default_value_t = 1.0)]
+    max_grad_norm: f64,
     /// Counted steps, of each loop
     #[arg(long, default_value_t = 8)]
     steps: usize,
@@ -122,11 +122,9 @@ impl Args {
             batch: self.batch,
             seq: self.seq,
             balanced: matches!(self.routing, Routing::Balanced),
-            recompute: match self.recompute {
-                RecomputeArg::None => Recompute::None,
-                RecomputeArg::All => Recompute::All,
-                RecomputeArg::EverySecond => Recompute::KeepEvery(2),
-            },
+            recompute: self.recompute,
+            optimizer_in_backward: self.optimizer_in_backward,
+            max_grad_norm: Some(self.max_grad_norm).filter(|max| *max != 0.0),
             optimizer: match self.optimizer {
                 OptimizerArg::None => BenchmarkOptimizer::None,
                 OptimizerArg::Adamw => BenchmarkOptimizer::Adamw,

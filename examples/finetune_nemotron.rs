@@ -15,8 +15,9 @@ use burn_moe::Result;
 use burn_moe::backend::Transport;
 use burn_moe::checkpoint::hub::{HubOptions, locate};
 use burn_moe::data::{Layout, TooLong};
+use burn_moe::optim::{AdamWConfig, MomentDType};
 use burn_moe::train::{Decay, Interrupt, Recompute, RunEnd, Schedule, TrainerConfig};
-use burn_moe_examples::{ProgressLine, asset, check_backend, log_warnings, say};
+use burn_moe_examples::{ProgressLine, asset, check_backend, log_warnings, recompute, say};
 use burn_moe_models::finetune::{Event, Finetune, FinetuneConfig};
 use clap::{Parser, ValueEnum};
 
@@ -25,6 +26,16 @@ enum DecayArg {
     Constant,
     Linear,
     Cosine,
+}
+
+#[derive(Clone, Copy, ValueEnum)]
+enum MomentsArg {
+    Fp32,
+    /// The dtype of the parameter
+    Param,
+    /// 8-bit codes with a scale for every 256 elements
+    #[value(name = "8bit")]
+    Block8,
 }
 
 /// Fine-tune a mixture-of-experts language model on chat data.
@@ -79,9 +90,20 @@ struct Args {
     /// Save every so many steps, besides the end
     #[arg(long)]
     save_every: Option<u64>,
-    /// Compute activations again in the backward pass instead of keeping them
+    /// Blocks whose activations are computed again in the backward pass: none, all, every-second, or a number, counted from the
+    /// first block; without a value all
+    #[arg(long, default_value = "none", num_args = 0..=1, default_missing_value = "all", value_parser = recompute)]
+    recompute: Recompute,
+    /// What the optimizer keeps of each parameter
+    #[arg(long, value_enum, default_value = "fp32")]
+    moments: MomentsArg,
+    /// No fp32 copy of bf16 parameters; they are rounded stochastically instead
     #[arg(long)]
-    recompute: bool,
+    no_master_weights: bool,
+    /// Update each part of the model in the backward pass: one block's gradients at a time in memory. The gradient norm is then
+    /// bounded by a running norm
+    #[arg(long)]
+    optimizer_in_backward: bool,
     /// Ranks that share the experts: threads of this process; among the processes that torchrun, srun or mpirun started, 1 means
     /// all of them, a divisor of their number makes replicas
     #[arg(long, default_value_t = 1)]
@@ -144,7 +166,18 @@ impl Args {
                     warmup_steps: self.warmup.unwrap_or(self.steps / 20),
                     ..Schedule::default()
                 },
-                recompute: if self.recompute { Recompute::All } else { Recompute::None },
+                recompute: self.recompute,
+                optimizer_in_backward: self.optimizer_in_backward,
+                optimizer: AdamWConfig {
+                    moments: match self.moments {
+                        MomentsArg::Fp32 => MomentDType::F32,
+                        MomentsArg::Param => MomentDType::Param,
+                        MomentsArg::Block8 => MomentDType::Block8,
+                    },
+                    master_weights: !self.no_master_weights,
+                    stochastic_rounding: self.no_master_weights,
+                    ..AdamWConfig::default()
+                },
                 ..TrainerConfig::default()
             },
             ..FinetuneConfig::new(model, data, output)

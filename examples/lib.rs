@@ -1,9 +1,9 @@
-//! Shared pieces of the example programs: where the shipped assets are, and the progress line.
+//! Shared pieces of the example programs: where the shipped assets are, common arguments, and the progress line.
 
 use std::io::{IsTerminal, Write};
 use std::path::PathBuf;
 
-use burn_moe::train::StepReport;
+use burn_moe::train::{Recompute, StepReport};
 use burn_moe::{Error, Result};
 use tracing_subscriber::EnvFilter;
 use tracing_subscriber::filter::LevelFilter;
@@ -31,6 +31,19 @@ pub fn check_backend(name: &str) -> Result<()> {
         name,
         format!("`{built}`, the backend of this build; {other}"),
     ))
+}
+
+/// `none`, `all`, `every-second`, or the number of blocks to recompute, counted from the first.
+pub fn recompute(text: &str) -> std::result::Result<Recompute, String> {
+    match text {
+        "none" | "0" => Ok(Recompute::None),
+        "all" => Ok(Recompute::All),
+        "every-second" => Ok(Recompute::KeepEvery(2)),
+        number => number
+            .parse()
+            .map(Recompute::First)
+            .map_err(|_| "expected none, all, every-second or a number of blocks".into()),
+    }
 }
 
 /// Warnings of the library on stderr; `RUST_LOG` chooses otherwise.

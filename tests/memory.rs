@@ -344,3 +344,55 @@ fn the_vocabulary_loss_needs_less_than_half_a_gigabyte() {
         }
     }
 }
+
+/// The optimizer in the backward holds the gradients of one block at a time; the update after the backward holds all of them.
+#[cfg(not(feature = "cuda"))]
+#[test]
+fn gradients_of_one_segment_exist_at_a_time() {
+    use burn::tensor::FloatDType;
+    use burn_moe::backend::{Device, Train};
+    use burn_moe::batch::HostBatch;
+    use burn_moe::optim::AdamWConfig;
+    use burn_moe::train::{Recompute, Schedule, Trainer, TrainerConfig};
+    use burn_moe_models::benchmark::Preset;
+    use burn_moe_models::{AutoModelForCausalLm, FromConfigOptions};
+
+    let _turn = TURN.lock().unwrap_or_else(|e| e.into_inner());
+    // 256 experts of 3 * 48 * 64 in each of 4 blocks: 9.4 MB each in fp32, next to which all else is small.
+    let config = Preset::find("tiny_qwen3_moe").unwrap().config(None, Some(256)).unwrap();
+    let block = 256 * 3 * 48 * 64 * 4;
+    let peak_of = |optimizer_in_backward| {
+        let options = FromConfigOptions {
+            dtype: Some(FloatDType::F32),
+            ..FromConfigOptions::default()
+        };
+        let model = AutoModelForCausalLm::<Train>::from_config(&config, &options, &Device::default()).unwrap();
+        let settings = TrainerConfig {
+            steps: 3,
+            schedule: Schedule {
+                warmup_steps: 0,
+                ..Schedule::default()
+            },
+            optimizer: AdamWConfig::default(),
+            recompute: Recompute::All,
+            optimizer_in_backward,
+            ..TrainerConfig::default()
+        };
+        let mut trainer = Trainer::<Train, _>::new(model, settings, Device::default(), None).unwrap();
+        let ids: Vec<i32> = (0..16).map(|i| i * 31 % 512).collect();
+        let batch = HostBatch {
+            batch: 1,
+            seq: 16,
+            labels: ids.clone(),
+            input_ids: ids,
+            ..HostBatch::default()
+        };
+        // The first step makes the moments.
+        trainer.train_step(std::slice::from_ref(&batch)).unwrap();
+        peak(|| trainer.train_step(std::slice::from_ref(&batch)).unwrap()).1
+    };
+    let (after, within) = (peak_of(false), peak_of(true));
+    println!("beyond model and moments: {after} bytes, with the optimizer in the backward {within}; a block has {block}");
+    assert!(after >= 4 * block, "{after}: the counter misses the gradients");
+    assert!(within >= block && within < 2 * block, "{within} bytes, a block has {block}");
+}

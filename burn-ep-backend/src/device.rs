@@ -74,6 +74,7 @@ pub(crate) mod cuda {
     use cubecl_common::device_handle::DeviceHandle;
     use cubecl_runtime::config::CubeClRuntimeConfig;
     use cubecl_runtime::config::cache::CacheConfig;
+    use cubecl_runtime::config::memory::PersistentMemory;
     use cubecl_runtime::config::profiling::ProfilingLogLevel;
     use cubecl_runtime::config::streaming::StreamingConfig;
     use cudarc::driver::sys::{self, CUmemPool_attribute as Attribute, CUmemoryPool};
@@ -85,12 +86,19 @@ pub(crate) mod cuda {
     ///
     /// All threads share one stream with one set of memory pools: data loaders and metrics would otherwise open pools of their
     /// own. Compiled kernels are kept on disk, see [`kernel_cache`]. A profile is written if one is asked for.
+    ///
+    /// `BURN_MOE_EXACT_BUFFERS=1` gives every buffer an allocation of its own size, kept for the next buffer of that size, instead
+    /// of a slice of a page many times as large: least memory where all steps have one shape, more and more memory where they
+    /// do not.
     pub fn configure(ordinal: usize) {
         static ONCE: Once = Once::new();
         ONCE.call_once(|| {
             let mut config = CubeClRuntimeConfig::from_current_dir().override_from_env();
             if config.streaming.max_streams == StreamingConfig::default().max_streams {
                 config.streaming.max_streams = 1;
+            }
+            if std::env::var_os("BURN_MOE_EXACT_BUFFERS").is_some_and(|value| value == "1") {
+                config.memory.persistent_memory = PersistentMemory::Enforced;
             }
             if config.compilation.cache.is_none() {
                 config.compilation.cache = kernel_cache::folder(ordinal).map(CacheConfig::File);

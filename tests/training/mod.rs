@@ -5,6 +5,7 @@ mod data;
 mod data_chat;
 mod device;
 mod finetune;
+mod in_backward;
 mod learner;
 mod optimizer;
 mod step;

@@ -249,7 +249,21 @@ impl<B: MoeBackend> AdamW<B> {
         AB: AutodiffBackend<InnerBackend = B>,
         M: Module<AB>,
     {
+        self.begin_step();
+        self.step_segment(model, grads, lr, grad_scale)
+    }
+
+    /// Starts a step of several [`AdamW::step_segment`].
+    pub(crate) fn begin_step(&mut self) {
         self.updated.clear();
+    }
+
+    /// Updates the parameters with a gradient in `grads`, as [`AdamW::step_checked`] does, as a part of a step.
+    pub(crate) fn step_segment<AB, M>(&mut self, model: M, grads: &mut GradStore<B>, lr: f64, grad_scale: Option<Tensor<B, 1>>) -> M
+    where
+        AB: AutodiffBackend<InnerBackend = B>,
+        M: Module<AB>,
+    {
         let mut update = Update::<AB> {
             optimizer: self,
             grads,
@@ -260,9 +274,15 @@ impl<B: MoeBackend> AdamW<B> {
         model.map(&mut update)
     }
 
-    /// Counts the last update as not done, which is what it was if its factor was not finite.
-    pub(crate) fn undo_step_count(&mut self) {
-        for id in self.updated.drain(..) {
+    /// Parameters updated in this step so far.
+    pub(crate) fn updated(&self) -> usize {
+        self.updated.len()
+    }
+
+    /// Counts the last step as not done for the parameters from the `first` updated one on, which is what it was for them if their
+    /// factor was not finite.
+    pub(crate) fn undo_step_count(&mut self, first: usize) {
+        for id in self.updated.drain(first..) {
             let step = match (self.state.get_mut(&id), self.state8.get_mut(&id)) {
                 (Some(state), _) => &mut state.step,
                 (None, Some(state)) => &mut state.step,

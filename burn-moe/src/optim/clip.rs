@@ -43,18 +43,56 @@ pub fn clip_factor(norm: f64, max_norm: f64) -> f64 {
     (max_norm / (norm + 1e-6)).min(1.0)
 }
 
+/// Share of the old value in [`running_norm`].
+const RUNNING_SHARE: f64 = 0.9;
+
+/// Running norm after a step of gradient norm `norm`: `0.9 r + 0.1 norm`, from the first norm on. Rounded to fp32, so that it
+/// survives a checkpoint to the bit.
+pub fn running_norm(before: Option<f64>, norm: f64) -> f64 {
+    let mean = before.map_or(norm, |before| RUNNING_SHARE * before + (1.0 - RUNNING_SHARE) * norm);
+    f64::from(mean as f32)
+}
+
+/// Factor of a segment's gradient where the norm of the whole is not known yet: [`clip_factor`] of the larger of `running`, the
+/// running norm of the steps before (none: the first step), and `so_far`, the norm over the segments whose backward passes are
+/// done, this one included. As `so_far` is a lower bound of the true norm, no segment's scaled gradient is longer than `max_norm`;
+/// and a step as large as those before it is scaled as clipping by its own norm would.
+pub fn running_clip_factor(running: Option<f64>, so_far: f64, max_norm: f64) -> f64 {
+    clip_factor(running.unwrap_or(0.0).max(so_far), max_norm)
+}
+
 /// [`clip_factor`] on the device, `[1]` fp32: of the norm whose parts squared are `squares [n]`, 1 without `max_norm`. It is not
 /// finite when the norm or `loss [1]` is not, and an update with such a factor changes nothing.
 pub fn clip_scale<B: MoeBackend>(squares: Tensor<B, 1>, loss: Tensor<B, 1>, max_norm: Option<f64>) -> Tensor<B, 1> {
-    let dtype = match squares.dtype() {
+    scale_of_norm(sum_squares(squares).sqrt(), loss, max_norm, None)
+}
+
+/// Sum of squares `[n]` as `[1]`.
+pub(crate) fn sum_squares<B: MoeBackend>(squares: Tensor<B, 1>) -> Tensor<B, 1> {
+    // The sum of the squares of their roots: a kernel that is compiled already and sums in one order.
+    let roots = squares.sqrt().into_primitive().tensor();
+    Tensor::from_primitive(TensorPrimitive::Float(B::squared_norms(vec![roots])))
+}
+
+/// [`clip_factor`] of `norm [1]`, or of `running` if that is larger; see [`clip_scale`].
+pub(crate) fn scale_of_norm<B: MoeBackend>(
+    norm: Tensor<B, 1>,
+    loss: Tensor<B, 1>,
+    max_norm: Option<f64>,
+    running: Option<f64>,
+) -> Tensor<B, 1> {
+    let dtype = match norm.dtype() {
         DType::F64 => FloatDType::F64,
         _ => FloatDType::F32,
     };
-    // The sum of the squares of their roots: a kernel that is compiled already and sums in one order.
-    let roots = squares.sqrt().into_primitive().tensor();
-    let norm = Tensor::<B, 1>::from_primitive(TensorPrimitive::Float(B::squared_norms(vec![roots]))).sqrt();
     let factor = match max_norm {
-        Some(max) => ((norm.clone() + 1e-6).recip() * max).clamp_max(1.0),
+        Some(max) => {
+            let bound = match running {
+                Some(running) => norm.clone().clamp_min(running),
+                None => norm.clone(),
+            };
+            ((bound + 1e-6).recip() * max).clamp_max(1.0)
+        }
         None => norm.clone().ones_like(),
     };
     // Clamping may turn NaN into a number; zero times NaN or infinity is NaN again.
@@ -88,6 +126,31 @@ mod tests {
                 assert!(!scale(&squares, loss, max).is_finite(), "{squares:?} {loss} {max:?}");
             }
         }
+    }
+
+    #[test]
+    fn the_running_norm_bounds_what_is_not_known_yet() {
+        assert_eq!(running_norm(None, 4.0), 4.0);
+        assert!((running_norm(Some(4.0), 2.0) - 3.8).abs() < 1e-6);
+        // Steps of one size: as global clipping, whatever part is known.
+        for so_far in [0.1, 4.0] {
+            assert_eq!(running_clip_factor(Some(4.0), so_far, 1.0), clip_factor(4.0, 1.0));
+        }
+        // The first step, and an outlier.
+        assert_eq!(running_clip_factor(None, 0.5, 1.0), 1.0);
+        assert_eq!(running_clip_factor(None, 8.0, 1.0), clip_factor(8.0, 1.0));
+        assert_eq!(running_clip_factor(Some(0.5), 8.0, 1.0), clip_factor(8.0, 1.0));
+        let one = |value: f32| Tensor::<Flex, 1>::from_floats([value], &Default::default());
+        for (running, so_far) in [(None, 0.5), (None, 8.0), (Some(4.0), 0.1), (Some(0.5), 8.0)] {
+            let found = scale_of_norm(one(so_far), one(3.0), Some(1.0), running).into_scalar();
+            let error = f64::from(found) - running_clip_factor(running, f64::from(so_far), 1.0);
+            assert!(error.abs() < 1e-6, "{running:?} {so_far}: {error}");
+        }
+        assert!(
+            !scale_of_norm(one(f32::NAN), one(3.0), Some(1.0), Some(1.0))
+                .into_scalar()
+                .is_finite()
+        );
     }
 
     #[test]

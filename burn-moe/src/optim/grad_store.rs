@@ -68,6 +68,19 @@ impl<B: Backend> GradStore<B> {
         self.grads.insert(id, sum);
     }
 
+    /// Moves the gradient of `id` into `other`, adding it to one that is there.
+    pub(crate) fn transfer(&mut self, id: ParamId, other: &mut Self) {
+        if let Some(grad) = self.grads.remove(&id) {
+            // The store keeps primitives and forgets the rank, so any D serves.
+            other.add::<1>(id, Tensor::from_primitive(TensorPrimitive::Float(grad)));
+        }
+    }
+
+    /// Drops all gradients.
+    pub fn clear(&mut self) {
+        self.grads.clear();
+    }
+
     /// The gradient of `id`; `D` must be the rank of the parameter.
     pub fn get<const D: usize>(&self, id: ParamId) -> Option<Tensor<B, D>> {
         self.grads

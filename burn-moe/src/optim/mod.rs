@@ -12,7 +12,8 @@ mod shards;
 mod sync;
 
 pub use adamw::{AdamW, AdamWConfig, AdamWMoments, MomentDType};
-pub use clip::{clip_factor, clip_scale, global_norm, sharded_norm};
+pub use clip::{clip_factor, clip_scale, global_norm, running_clip_factor, running_norm, sharded_norm};
+pub(crate) use clip::{scale_of_norm, sum_squares};
 pub use grad_store::GradStore;
 pub use groups::{GroupSettings, ParamGroup, ResolvedGroups, freeze};
 pub use params::{ParamInfo, ParamTable, PathStack};

@@ -23,6 +23,15 @@ pub struct TrainerConfig {
     /// Bound of the global gradient norm; None: no clipping.
     pub max_grad_norm: Option<f64>,
     pub recompute: Recompute,
+    /// Update every segment (head, block, embedding) as soon as its backward pass is done and release its gradients, so that the
+    /// gradients of one segment exist at a time instead of those of the whole model. The update is the same, with these differences:
+    ///
+    /// - It needs one micro-batch a step.
+    /// - The norm of the whole gradient is known only at the end, so `max_grad_norm` bounds by a running norm (see
+    ///   [`crate::optim::running_clip_factor`]); none does not clip.
+    /// - A step whose loss is not finite changes nothing, as otherwise. If a gradient is not finite, the segments whose backward
+    ///   passes came before it are updated already; the error names them.
+    pub optimizer_in_backward: bool,
     /// How the auxiliary loss of the model's config adds up over micro-batches and ranks.
     pub aux_scaling: AuxScaling,
     /// Router z-loss coefficient; 0: off.
@@ -47,6 +56,7 @@ impl Default for TrainerConfig {
             optimizer: AdamWConfig::default(),
             max_grad_norm: Some(1.0),
             recompute: Recompute::default(),
+            optimizer_in_backward: false,
             aux_scaling: AuxScaling::default(),
             z_loss: 0.0,
             router_bias: None,
@@ -62,6 +72,10 @@ impl TrainerConfig {
     pub fn validate(&self) -> Result<()> {
         if self.micro_batches == 0 || self.micro_batches > MAX_MICRO_BATCHES {
             let expected = format!("1 to {MAX_MICRO_BATCHES}");
+            return Err(Error::config("micro_batches", self.micro_batches, expected));
+        }
+        if self.optimizer_in_backward && self.micro_batches != 1 {
+            let expected = "1 with `optimizer_in_backward`: gradients of several micro-batches would have to be kept";
             return Err(Error::config("micro_batches", self.micro_batches, expected));
         }
         self.schedule.validate(self.steps)?;
@@ -81,6 +95,9 @@ impl TrainerConfig {
         }
         if self.recompute == Recompute::KeepEvery(0) {
             return Err(Error::config("recompute.keep_every", 0, "at least 1 (or `all`)"));
+        }
+        if self.recompute == Recompute::First(0) {
+            return Err(Error::config("recompute.first", 0, "at least 1 (or `none`)"));
         }
         match &self.router_bias {
             Some(router_bias) => router_bias.validate(),

@@ -5,6 +5,7 @@
 mod backend;
 mod checkpoint;
 mod config;
+mod in_backward;
 mod interrupt;
 #[cfg(feature = "train")]
 pub mod learner;
@@ -15,6 +16,7 @@ mod source;
 mod state;
 mod step;
 mod trainer;
+mod update;
 
 pub use backend::{TrainBackend, TrainableLm};
 pub use checkpoint::{SavePlan, latest_checkpoint, remove_checkpoint};

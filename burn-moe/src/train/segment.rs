@@ -1,5 +1,7 @@
 //! Segments: the pieces of a model that are autodiff graphs of their own.
 
+use std::fmt;
+
 use burn::module::ParamId;
 use burn::tensor::Tensor;
 use burn_ep_backend::comm::EpGroup;
@@ -18,6 +20,16 @@ pub enum Segment {
     Head,
 }
 
+impl fmt::Display for Segment {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Embedding => f.write_str("embedding"),
+            Self::Block(index) => write!(f, "block {index}"),
+            Self::Head => f.write_str("head"),
+        }
+    }
+}
+
 /// Which blocks drop their activations after the forward pass and compute them again in the backward pass.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
@@ -29,6 +41,9 @@ pub enum Recompute {
     All,
     /// Keep every n-th block (index 0, n, ..), recompute the others.
     KeepEvery(usize),
+    /// Recompute the first n blocks, keep the others, whose backward passes come first and free their activations before any
+    /// block is recomputed. A number of at least that of the blocks recomputes all.
+    First(usize),
 }
 
 impl Recompute {
@@ -38,6 +53,7 @@ impl Recompute {
             Self::None => false,
             Self::All => true,
             Self::KeepEvery(n) => n == 0 || !index.is_multiple_of(n),
+            Self::First(n) => index < n,
         }
     }
 }
@@ -90,5 +106,7 @@ mod tests {
         assert_eq!(blocks(Recompute::All), [0, 1, 2, 3, 4]);
         assert_eq!(blocks(Recompute::KeepEvery(2)), [1, 3]);
         assert_eq!(blocks(Recompute::KeepEvery(0)), [0, 1, 2, 3, 4]);
+        assert_eq!(blocks(Recompute::First(2)), [0, 1]);
+        assert_eq!(blocks(Recompute::First(9)), [0, 1, 2, 3, 4]);
     }
 }

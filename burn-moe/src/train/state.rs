@@ -48,6 +48,9 @@ pub struct TrainerState {
     pub data: serde_json::Value,
     /// Settings of the run that wrote the state.
     pub config: TrainerConfig,
+    /// Running gradient norm that an optimizer in the backward clips by.
+    #[serde(default)]
+    pub running_norm: Option<f64>,
     /// Updates of each parameter that the optimizer has state for, by path.
     pub updates: BTreeMap<String, u64>,
 }
@@ -73,6 +76,7 @@ impl TrainerState {
             tokens,
             data,
             config,
+            running_norm: None,
             updates,
         }
     }

@@ -90,11 +90,54 @@ pub fn forward_backward<B: TrainBackend, M: TrainableLm<B>>(
     grads: &mut GradStore<B::InnerBackend>,
     on_segment: &mut SegmentHook<'_, B::InnerBackend>,
 ) -> Result<MicroBatchStats<B::InnerBackend>> {
-    let result = run(model, batch, device, settings, grads, on_segment);
+    let mut sink = Collect { model, grads, on_segment };
+    forward_backward_into(&mut sink, batch, device, settings)
+}
+
+/// [`forward_backward`] with another use of the gradients.
+pub(super) fn forward_backward_into<B: TrainBackend, M: TrainableLm<B>>(
+    sink: &mut impl SegmentSink<B, M>,
+    batch: &HostBatch,
+    device: &B::Device,
+    settings: &StepSettings,
+) -> Result<MicroBatchStats<B::InnerBackend>> {
+    let result = run(sink, batch, device, settings);
     if let (Err(error), Some(comm)) = (&result, settings.world()) {
         comm.get().abort(&error.to_string());
     }
     result
+}
+
+/// Holds the model during a micro-batch and takes the gradients of its segments.
+pub(super) trait SegmentSink<B: TrainBackend, M> {
+    /// The model, as it is now.
+    fn model(&self) -> &M;
+
+    /// Hears all losses, `[1]` each, before the first backward.
+    fn losses(&mut self, losses: Vec<Tensor<B::InnerBackend, 1>>);
+
+    /// Takes what the backward pass of a segment left. Nothing else holds the segment's activations or parameters any more.
+    fn finish(&mut self, segment: Segment, gradients: B::Gradients) -> Result<()>;
+}
+
+/// Collects all gradients.
+struct Collect<'a, 'h, B: TrainBackend, M> {
+    model: &'a M,
+    grads: &'a mut GradStore<B::InnerBackend>,
+    on_segment: &'a mut SegmentHook<'h, B::InnerBackend>,
+}
+
+impl<B: TrainBackend, M: TrainableLm<B>> SegmentSink<B, M> for Collect<'_, '_, B, M> {
+    fn model(&self) -> &M {
+        self.model
+    }
+
+    fn losses(&mut self, _losses: Vec<Tensor<B::InnerBackend, 1>>) {}
+
+    fn finish(&mut self, segment: Segment, mut gradients: B::Gradients) -> Result<()> {
+        let ids = self.grads.collect::<B, M>(self.model, &mut gradients);
+        (self.on_segment)(segment, &ids, self.grads)
+    }
 }
 
 /// Sum of the cross entropy over a batch and the number of its label tokens, without gradients.
@@ -118,50 +161,51 @@ pub fn evaluate<B: MoeBackend, M: CausalLm<B>>(
 }
 
 fn run<B: TrainBackend, M: TrainableLm<B>>(
-    model: &M,
+    sink: &mut impl SegmentSink<B, M>,
     batch: &HostBatch,
     device: &B::Device,
     settings: &StepSettings,
-    grads: &mut GradStore<B::InnerBackend>,
-    on_segment: &mut SegmentHook<'_, B::InnerBackend>,
 ) -> Result<MicroBatchStats<B::InnerBackend>> {
-    batch.validate(model.vocab_size())?;
-    let mut input = model.prepare(batch, 0, device)?;
+    batch.validate(sink.model().vocab_size())?;
+    let mut input = sink.model().prepare(batch, 0, device)?;
     input.ep = settings.ep.clone();
     input.force_balanced = settings.force_balanced;
     let ep = settings.ep.as_ref();
 
     // Forward.
-    let forward = Forward::run(model, &input, batch, settings)?;
+    let forward = Forward::run(sink.model(), &input, batch, settings)?;
     check(ep)?;
     let Forward { blocks, x_bsd, routers } = forward;
     let aux = routers.losses(settings, device)?;
 
     // Head and loss.
     let x = Tensor::<B, 3>::from_inner(x_bsd).require_grad();
-    let loss_sum = token_cross_entropy(model.head(x.clone())?, labels(batch, device), &settings.cross_entropy)?;
+    let loss_sum = token_cross_entropy(sink.model().head(x.clone())?, labels(batch, device), &settings.cross_entropy)?;
     let cross_entropy_sum = loss_sum.clone().inner();
+    sink.losses(aux.values().chain([cross_entropy_sum.clone()]).collect());
     let mut gradients = backward(loss_sum * settings.label_scale, ep)?;
     let mut grad_bsd = input_gradient(&x, &mut gradients);
-    finish_segment::<B, M>(Segment::Head, model, &mut gradients, grads, on_segment)?;
+    drop(x);
+    sink.finish(Segment::Head, gradients)?;
 
     // Blocks, last to first.
     let mask_t = input.visible_bs.clone().map(|mask| mask.flatten::<1>(0, 1));
     for (index, saved) in blocks.into_iter().enumerate().rev() {
-        let (x, out) = saved.recorded(index, model, &input)?;
+        let (x, out) = saved.recorded(index, sink.model(), &input)?;
         let mut root = inject_gradient(out.x_bsd, Tensor::from_inner(grad_bsd))?;
         if let Some(router) = out.router {
             root = aux.add_terms(root, router.logits_te, mask_t.as_ref());
         }
         let mut gradients = backward(root, ep)?;
         grad_bsd = input_gradient(&x, &mut gradients);
-        finish_segment::<B, M>(Segment::Block(index), model, &mut gradients, grads, on_segment)?;
+        drop(x);
+        sink.finish(Segment::Block(index), gradients)?;
     }
 
     // Embedding.
-    let root = inject_gradient(model.embed(&input)?, Tensor::from_inner(grad_bsd))?;
-    let mut gradients = backward(root, ep)?;
-    finish_segment::<B, M>(Segment::Embedding, model, &mut gradients, grads, on_segment)?;
+    let root = inject_gradient(sink.model().embed(&input)?, Tensor::from_inner(grad_bsd))?;
+    let gradients = backward(root, ep)?;
+    sink.finish(Segment::Embedding, gradients)?;
 
     Ok(MicroBatchStats {
         cross_entropy_sum,
@@ -179,17 +223,6 @@ fn labels<B: MoeBackend>(batch: &HostBatch, device: &B::Device) -> Tensor<B, 1, 
 /// Gradient of a segment's input. A segment that ignores its input leaves none, which is a gradient of zero.
 fn input_gradient<B: TrainBackend>(x: &Tensor<B, 3>, gradients: &mut B::Gradients) -> Tensor<B::InnerBackend, 3> {
     x.grad_remove(gradients).unwrap_or_else(|| x.clone().inner().zeros_like())
-}
-
-fn finish_segment<B: TrainBackend, M: TrainableLm<B>>(
-    segment: Segment,
-    model: &M,
-    gradients: &mut B::Gradients,
-    grads: &mut GradStore<B::InnerBackend>,
-    on_segment: &mut SegmentHook<'_, B::InnerBackend>,
-) -> Result<()> {
-    let ids = grads.collect::<B, M>(model, gradients);
-    on_segment(segment, &ids, grads)
 }
 
 /// What the backward pass of a block needs.
@@ -357,6 +390,12 @@ struct AuxLosses<B: MoeBackend> {
 }
 
 impl<I: MoeBackend> AuxLosses<I> {
+    /// `[1]` each.
+    fn values(&self) -> impl Iterator<Item = Tensor<I, 1>> {
+        let balance = self.balance.iter().map(|(loss, _)| loss.value.clone());
+        balance.chain(self.z.iter().map(|z| z.value.clone()))
+    }
+
     /// Adds to a block's root what the auxiliary losses contribute through its router logits.
     fn add_terms<B>(&self, mut root: Tensor<B, 1>, logits_te: Tensor<B, 2>, mask_t: Option<&Tensor<B, 1>>) -> Tensor<B, 1>
     where

@@ -1,30 +1,21 @@
 //! The training loop.
 //!
-//! One step: forward and backward of every micro-batch, sum over ranks, global norm, clip, AdamW, router bias. The model is
-//! moved through the update, so that parameters change in place.
+//! One step: forward and backward of every micro-batch, sum over ranks, global norm, clip, AdamW (`update.rs`; or AdamW in the
+//! backward, `in_backward.rs`), router bias. The model is moved through the update, so that parameters change in place.
 
 use std::path::Path;
 use std::time::Instant;
 
-use burn::tensor::{DType, Tensor, TensorData};
-use burn_ep_backend::CrossEntropyDesc;
 use burn_ep_backend::comm::EpGroup;
 
 use super::checkpoint::write_folder;
-use super::metrics::{ExpertLoad, StepReport, StepSums, StepTotals};
+use super::metrics::{ExpertLoad, StepReport};
 use super::state::{TrainerState, read_tensors, write_state};
-use super::{BatchSource, Interrupt, SaveModel, SavePlan, StepSettings, TrainBackend, TrainableLm, TrainerConfig};
-use super::{forward_backward, no_hook};
+use super::{BatchSource, Interrupt, SaveModel, SavePlan, TrainBackend, TrainableLm, TrainerConfig};
 use crate::batch::HostBatch;
 use crate::error::{Error, Result};
 use crate::loss::label_scale;
-use crate::optim::{
-    AdamW, GradStore, ParamTable, Shards, check_router_bias, clip_factor, clip_scale, freeze, global_norm, reduce_gradients,
-    reduce_to_shards, sharded_norm, update_router_bias,
-};
-
-/// Steps from one measurement of the update's part of the time to the next.
-const UPDATE_TIME_EVERY: u64 = 50;
+use crate::optim::{AdamW, ParamTable, Shards, check_router_bias, freeze, update_router_bias};
 
 /// Why [`Trainer::run`] returned.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -41,16 +32,18 @@ pub enum RunEnd {
 #[derive(Debug)]
 pub struct Trainer<B: TrainBackend, M> {
     /// Always there between steps; taken while an update moves it.
-    model: Option<M>,
-    config: TrainerConfig,
-    device: B::Device,
-    optimizer: AdamW<B::InnerBackend>,
-    table: ParamTable,
-    ep: Option<EpGroup>,
-    step: u64,
+    pub(super) model: Option<M>,
+    pub(super) config: TrainerConfig,
+    pub(super) device: B::Device,
+    pub(super) optimizer: AdamW<B::InnerBackend>,
+    pub(super) table: ParamTable,
+    pub(super) ep: Option<EpGroup>,
+    pub(super) step: u64,
     tokens: u64,
     /// Of the last step in which it was measured.
-    update_seconds: f64,
+    pub(super) update_seconds: f64,
+    /// Of the gradient, after the last step; None before the first and where nothing is clipped by it.
+    pub(super) running_norm: Option<f64>,
 }
 
 impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
@@ -74,6 +67,12 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         if let Some(router_bias) = &config.router_bias {
             check_router_bias(&table, router_bias)?;
         }
+        if config.optimizer_in_backward {
+            match config.max_grad_norm {
+                Some(max_grad_norm) => tracing::warn!(max_grad_norm, "optimizer in the backward: gradients are clipped by a running norm"),
+                None => tracing::info!("optimizer in the backward: gradients are not clipped"),
+            }
+        }
         Ok(Self {
             model: Some(model),
             config,
@@ -84,6 +83,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
             step: 0,
             tokens: 0,
             update_seconds: 0.0,
+            running_norm: None,
         })
     }
 
@@ -177,8 +177,9 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         Ok(end)
     }
 
-    /// One optimizer step over the given micro-batches of this rank. On an error the parameters are unchanged, unless another
-    /// rank was lost while the new ones were gathered.
+    /// One optimizer step over the given micro-batches of this rank. On an error the parameters are unchanged, except that
+    /// [`TrainerConfig::optimizer_in_backward`] may have updated some of them, which the error then says, and unless another
+    /// rank was lost while new parameters were gathered.
     pub fn train_step(&mut self, micro_batches: &[HostBatch]) -> Result<StepReport> {
         let result = self.step_inner(micro_batches);
         self.abort_on_error(result)
@@ -195,22 +196,12 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         self.all_reduce(&mut counts)?;
         let [labels, tokens] = counts;
 
-        let (mut grads, sums) = self.gradients(micro_batches, labels)?;
         let step = self.step + 1;
-        if step % UPDATE_TIME_EVERY == 1 {
-            self.sync(step)?;
-        }
-        let update_start = Instant::now();
         let lr = self.config.schedule.lr(self.step, self.config.steps);
-        self.optimizer.check(&grads)?;
-        let (totals, grad_norm) = match self.ep.as_ref().is_some_and(|ep| ep.world_size() > 1) {
-            true => self.update_after_reading(&mut grads, sums, labels, lr)?,
-            false => self.update_and_read(&mut grads, sums, labels, lr)?,
+        let (totals, grad_norm) = match self.config.optimizer_in_backward {
+            true => self.update_in_backward(micro_batches, labels, lr)?,
+            false => self.update_after_backward(micro_batches, labels, lr)?,
         };
-        if step % UPDATE_TIME_EVERY == 1 {
-            self.sync(step)?;
-            self.update_seconds = update_start.elapsed().as_secs_f64();
-        }
         if let Some(router_bias) = &self.config.router_bias {
             // The clone shares all buffers but the biases'.
             let model = update_router_bias(self.model().clone(), &totals.load, router_bias, self.optimizer.groups())?;
@@ -250,105 +241,11 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         })
     }
 
-    /// Gradients of the whole step, summed over micro-batches and ranks, and this rank's loss sums.
-    fn gradients(&self, micro_batches: &[HostBatch], labels: f64) -> Result<(GradStore<B::InnerBackend>, StepSums<B::InnerBackend>)> {
-        let settings = StepSettings {
-            label_scale: label_scale(labels),
-            micro_batch_weight: 1.0 / micro_batches.len() as f64,
-            recompute: self.config.recompute,
-            aux_scaling: self.config.aux_scaling,
-            z_loss: self.config.z_loss,
-            ep: self.ep.clone(),
-            force_balanced: self.config.force_balanced,
-            cross_entropy: CrossEntropyDesc::default(),
-        };
-        let mut grads = GradStore::new();
-        let mut sums = StepSums::new();
-        for batch in micro_batches {
-            sums.add(forward_backward::<B, M>(
-                self.model(),
-                batch,
-                &self.device,
-                &settings,
-                &mut grads,
-                &mut no_hook,
-            )?);
-        }
-        match (self.optimizer.shards(), &self.ep) {
-            (Some(shards), Some(ep)) => reduce_to_shards(&mut grads, &self.table, ep, shards, &self.device)?,
-            _ => reduce_gradients(&mut grads, &self.table, self.ep.as_ref(), &self.device)?,
-        }
-        Ok((grads, sums))
-    }
-
-    /// The update of one rank: queued without waiting for the device, then one read tells what happened. A step whose loss or
-    /// norm is not finite has changed nothing.
-    fn update_and_read(
-        &mut self,
-        grads: &mut GradStore<B::InnerBackend>,
-        sums: StepSums<B::InnerBackend>,
-        labels: f64,
-        lr: f64,
-    ) -> Result<(StepTotals, f64)> {
-        let squares = grads.squares(self.table.entries().iter().map(|info| info.id));
-        let scale = squares.clone().zip(sums.all_losses());
-        let scale = scale.map(|(squares, loss)| clip_scale(squares, loss, self.config.max_grad_norm));
-        self.update(grads, lr, scale);
-        let (totals, squares) = sums.totals(None, squares)?;
-        let grad_norm = squares.iter().sum::<f64>().sqrt();
-        self.check_totals(&totals, labels, grad_norm)
-            .inspect_err(|_| self.optimizer.undo_step_count())?;
-        Ok((totals, grad_norm))
-    }
-
-    /// The update in a group: all ranks must know the sums over the group before any of them moves.
-    fn update_after_reading(
-        &mut self,
-        grads: &mut GradStore<B::InnerBackend>,
-        sums: StepSums<B::InnerBackend>,
-        labels: f64,
-        lr: f64,
-    ) -> Result<(StepTotals, f64)> {
-        let (totals, _) = sums.totals(self.ep.as_ref(), None)?;
-        let grad_norm = match self.optimizer.shards() {
-            Some(shards) => sharded_norm(grads, &self.table, shards)?,
-            None => global_norm(grads, &self.table, self.ep.as_ref())?,
-        };
-        self.check_totals(&totals, labels, grad_norm)?;
-        let factor = self.config.max_grad_norm.map_or(1.0, |max| clip_factor(grad_norm, max));
-        let scale = Tensor::from_data(TensorData::new(vec![factor as f32], [1]), (&self.device, DType::F32));
-        self.update(grads, lr, (factor != 1.0).then_some(scale));
-        // Gathering the new weights may have failed.
-        super::segment::check(self.ep.as_ref())?;
-        Ok((totals, grad_norm))
-    }
-
-    fn check_totals(&self, totals: &StepTotals, labels: f64, grad_norm: f64) -> Result<()> {
-        let step = self.step + 1;
-        self.check_finite(step, "loss", totals.cross_entropy * label_scale(labels))?;
-        self.check_finite(step, "balance loss", totals.balance.unwrap_or(0.0))?;
-        self.check_finite(step, "z-loss", totals.z.unwrap_or(0.0))?;
-        self.check_finite(step, "gradient norm", grad_norm)
-    }
-
-    fn sync(&self, step: u64) -> Result<()> {
-        B::sync(&self.device).map_err(|error| Error::Training {
-            step,
-            why: format!("the device reports: {error}"),
-        })
-    }
-
-    /// AdamW; what can fail was checked before.
-    fn update(&mut self, grads: &mut GradStore<B::InnerBackend>, lr: f64, scale: Option<Tensor<B::InnerBackend, 1>>) {
-        if let Some(model) = self.model.take() {
-            self.model = Some(self.optimizer.step_checked::<B, M>(model, grads, lr, scale));
-        }
-    }
-
     /// Writes model and training state to `dir`, which appears complete or not at all. Every rank calls it. `data` is the
     /// position of the next micro-batch.
     pub fn save(&self, dir: &Path, save_model: &dyn SaveModel<M>, data: serde_json::Value) -> Result<()> {
-        let state = TrainerState::new(self.step, self.tokens, data, self.config.clone(), &self.optimizer, &self.table);
+        let mut state = TrainerState::new(self.step, self.tokens, data, self.config.clone(), &self.optimizer, &self.table);
+        state.running_norm = self.running_norm;
         write_folder(dir, self.ep.as_ref(), |dir| {
             save_model.save(self.model(), dir)?;
             write_state(dir, &state, &self.optimizer, &self.table, self.ep.as_ref())
@@ -373,6 +270,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         source.restore(&state.data)?;
         self.step = state.step;
         self.tokens = state.tokens;
+        self.running_norm = state.running_norm.filter(|_| self.clips_by_running_norm());
         Ok(())
     }
 
@@ -381,14 +279,6 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
             true => plan.prune(),
             false => Ok(()),
         }
-    }
-
-    fn check_finite(&self, step: u64, what: &str, value: f64) -> Result<()> {
-        if value.is_finite() {
-            return Ok(());
-        }
-        let why = format!("{what} is {value}; the parameters are unchanged. Lower the learning rate, or look at this step's data");
-        Err(Error::Training { step, why })
     }
 
     fn all_reduce(&self, values: &mut [f64]) -> Result<()> {

@@ -10,14 +10,15 @@ mod report;
 use std::path::PathBuf;
 use std::time::Instant;
 
+use burn::module::ParamId;
 use burn::tensor::FloatDType;
 use burn::tensor::backend::Backend;
 use burn_ep_backend::MoeBackend;
-use burn_moe::backend::{Device, Train};
+use burn_moe::backend::{Device, Train, device_capacity};
 use burn_moe::batch::HostBatch;
 use burn_moe::checkpoint::SaveOptions;
 use burn_moe::optim::{AdamWConfig, GradStore, MomentDType};
-use burn_moe::train::{Decay, Recompute, Schedule, StepSettings, Trainer, TrainerConfig, forward_backward, no_hook};
+use burn_moe::train::{Decay, Recompute, Schedule, Segment, StepSettings, Trainer, TrainerConfig, forward_backward};
 use burn_moe::{Error, Result};
 use rand::rngs::StdRng;
 use rand::{Rng, SeedableRng};
@@ -26,6 +27,7 @@ use serde::{Deserialize, Serialize};
 pub use presets::{PRESETS, Preset};
 pub use report::{BenchmarkReport, Loading, Timing};
 
+use crate::sizing::{MemoryPlan, MemorySettings};
 use crate::{AutoConfig, AutoModelForCausalLm, FromConfigOptions, FromPretrainedOptions};
 
 type Model = AutoModelForCausalLm<Train>;
@@ -66,6 +68,10 @@ pub struct BenchmarkConfig {
     pub balanced: bool,
     pub recompute: Recompute,
     pub optimizer: BenchmarkOptimizer,
+    /// Update each segment in the backward pass, see [`TrainerConfig::optimizer_in_backward`].
+    pub optimizer_in_backward: bool,
+    /// Bound of the gradient norm; None: no clipping.
+    pub max_grad_norm: Option<f64>,
     /// Counted steps of each loop.
     pub steps: usize,
     /// Steps before them.
@@ -101,6 +107,8 @@ impl BenchmarkConfig {
             balanced: false,
             recompute: Recompute::None,
             optimizer: BenchmarkOptimizer::Adamw,
+            optimizer_in_backward: false,
+            max_grad_norm: TrainerConfig::default().max_grad_norm,
             steps: 8,
             warmup: 3,
             dtype: FloatDType::BF16,
@@ -122,6 +130,9 @@ impl BenchmarkConfig {
         }
         if !(self.peak_tflops.is_finite() && self.peak_tflops > 0.0) {
             return Err(Error::config("--peak-tflops", self.peak_tflops, "a positive number"));
+        }
+        if self.optimizer_in_backward && self.optimizer == BenchmarkOptimizer::None {
+            return Err(Error::config("--optimizer-in-backward", "given", "an optimizer"));
         }
         if self.skip_plain && self.optimizer == BenchmarkOptimizer::None {
             return Err(Error::config("--skip-plain", "given", "an optimizer: nothing would be measured"));
@@ -161,8 +172,18 @@ impl BenchmarkConfig {
                 ..AdamWConfig::default()
             },
             recompute: self.recompute,
+            optimizer_in_backward: self.optimizer_in_backward,
+            max_grad_norm: self.max_grad_norm,
             force_balanced: self.balanced,
             ..TrainerConfig::default()
+        }
+    }
+
+    /// Config of the model that is drawn or loaded.
+    fn model_config(&self) -> Result<AutoConfig> {
+        match &self.from_safetensors {
+            Some(folder) => AutoConfig::from_file(folder.join("config.json")),
+            None => Preset::find(&self.preset)?.config(self.layers, self.experts),
         }
     }
 }
@@ -176,13 +197,26 @@ pub fn run(config: &BenchmarkConfig, progress: &mut dyn FnMut(&str)) -> Result<B
     let device = Device::default();
     Train::prepare_device(&device);
     let start = Instant::now();
+    let with_optimizer = config.optimizer != BenchmarkOptimizer::None;
+    let settings = MemorySettings {
+        dtype: config.dtype,
+        optimizer: with_optimizer.then(|| config.trainer().optimizer),
+        recompute: config.recompute,
+        gradients_kept: !config.optimizer_in_backward,
+        ..MemorySettings::new(config.batch, config.seq)
+    };
+    let plan = MemoryPlan::new(&config.model_config()?, &settings)?;
+    progress(&format!("memory, planned:\n{plan}"));
+    if let Some(available) = device_capacity(&device) {
+        plan.check(available)?;
+    }
     let (model, loading) = model(config, &device, progress)?;
     let auto_config = model.config();
     let mut trainer = Trainer::<Train, Model>::new(model, config.trainer(), Device::default(), None)?;
     sync(&device)?;
     let ready_seconds = start.elapsed().as_secs_f64();
     let batches = batches(config, auto_config.vocab_size())?;
-    let mut losses = Vec::new();
+    let (mut losses, mut used) = (Vec::new(), Vec::new());
     let mut memory = None;
 
     let (mut plain, mut queued) = (None, Vec::new());
@@ -196,8 +230,15 @@ pub fn run(config: &BenchmarkConfig, progress: &mut dyn FnMut(&str)) -> Result<B
                 ..StepSettings::new(batch.num_label_tokens() as f64)
             };
             let mut grads = GradStore::new();
+            // As in whole steps, one segment's gradients at a time.
+            let mut on_segment = |_: Segment, _: &[ParamId], grads: &mut GradStore<_>| {
+                if config.optimizer_in_backward {
+                    grads.clear();
+                }
+                Ok(())
+            };
             let start = Instant::now();
-            forward_backward(trainer.model(), batch, &device, &settings, &mut grads, &mut no_hook)?;
+            forward_backward(trainer.model(), batch, &device, &settings, &mut grads, &mut on_segment)?;
             Train::flush(&device);
             queued.push(start.elapsed().as_secs_f64());
             sync(&device)
@@ -207,11 +248,13 @@ pub fn run(config: &BenchmarkConfig, progress: &mut dyn FnMut(&str)) -> Result<B
     }
 
     let mut whole = None;
-    if config.optimizer != BenchmarkOptimizer::None {
+    if with_optimizer {
         progress("whole steps");
         let step = |index: usize| {
             let batch = &batches[index % batches.len()];
-            losses.push(trainer.train_step(std::slice::from_ref(batch))?.loss);
+            let report = trainer.train_step(std::slice::from_ref(batch))?;
+            losses.push(report.loss);
+            used.extend(report.memory.map(|memory| memory.used));
             sync(&device)
         };
         whole = Some(timed(config, &device, step)?);
@@ -222,11 +265,13 @@ pub fn run(config: &BenchmarkConfig, progress: &mut dyn FnMut(&str)) -> Result<B
         &auto_config,
         report::Measured {
             ready_seconds,
+            plan,
             loading,
             whole,
             plain,
             queued: queued.split_off(queued.len().min(config.warmup)),
             memory,
+            used: used.split_off(used.len().min(config.warmup)),
             losses,
         },
     ))
@@ -265,7 +310,7 @@ fn model(config: &BenchmarkConfig, device: &Device, progress: &mut dyn FnMut(&st
         return load(config, folder, device);
     }
     progress("drawing the weights");
-    let auto_config: AutoConfig = Preset::find(&config.preset)?.config(config.layers, config.experts)?;
+    let auto_config = config.model_config()?;
     let options = FromConfigOptions {
         dtype: Some(config.dtype),
         seed: config.seed,
@@ -387,6 +432,26 @@ mod tests {
             };
             let losses = run(&config, &mut |_| {}).unwrap().losses;
             assert!(losses[5] < losses[0] - 0.5, "{optimizer:?}: {losses:?}");
+        }
+    }
+
+    #[test]
+    fn the_optimizer_in_the_backward_takes_the_same_steps() {
+        for preset in ["tiny_qwen3_moe", "tiny_nemotron_h"] {
+            let losses = |optimizer_in_backward, recompute| {
+                let config = BenchmarkConfig {
+                    dtype: FloatDType::BF16,
+                    optimizer: BenchmarkOptimizer::Adamw8bit,
+                    optimizer_in_backward,
+                    max_grad_norm: None,
+                    recompute,
+                    ..tiny(preset)
+                };
+                run(&config, &mut |_| {}).unwrap().losses
+            };
+            let two_phase = losses(false, Recompute::None);
+            assert!(two_phase[3] < two_phase[0]);
+            assert_eq!(losses(true, Recompute::First(2)), two_phase, "{preset}");
         }
     }
 

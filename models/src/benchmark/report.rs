@@ -6,6 +6,7 @@ use serde::{Serialize, Serializer};
 
 use super::BenchmarkConfig;
 use crate::AutoConfig;
+use crate::sizing::MemoryPlan;
 
 /// Times of one kind of step, and the speeds of its median.
 #[derive(Debug, Clone, PartialEq, Serialize)]
@@ -58,8 +59,12 @@ pub struct BenchmarkReport {
     pub queued_ms: Option<f64>,
     /// Over the counted whole steps (without an optimizer: over the other loop); None where the backend cannot tell.
     pub memory: Option<DeviceMemory>,
+    /// What [`MemoryPlan`] foresaw, in GiB.
+    pub planned_gib: f64,
     /// `peak_used` and `peak_reserved` in GiB.
     pub peak_gib: Option<[f64; 2]>,
+    /// Memory in use after the first and after the last counted whole step, in GiB: equal where steps return what they take.
+    pub used_gib: Option<[f64; 2]>,
     /// Loss of every whole step, warm-up included.
     pub losses: Vec<f64>,
     /// From the start to a model with all weights on the device.
@@ -79,6 +84,7 @@ pub(super) struct Loop {
 
 /// What [`super::run`] measured.
 pub(super) struct Measured {
+    pub plan: MemoryPlan,
     pub ready_seconds: f64,
     pub loading: Option<Loading>,
     pub whole: Option<Loop>,
@@ -86,6 +92,8 @@ pub(super) struct Measured {
     /// Seconds until each counted step of `plain` was handed to the device.
     pub queued: Vec<f64>,
     pub memory: Option<DeviceMemory>,
+    /// After every counted whole step, in bytes.
+    pub used: Vec<u64>,
     pub losses: Vec<f64>,
 }
 
@@ -112,9 +120,12 @@ impl BenchmarkReport {
             without_optimizer: measured.plain.map(timing),
             queued_ms: median(measured.queued).map(|seconds| seconds * 1e3),
             memory: measured.memory,
+            planned_gib: measured.plan.total() as f64 / f64::from(1 << 30),
             peak_gib: measured
                 .memory
                 .map(|memory| [memory.peak_used, memory.peak_reserved].map(|bytes| bytes as f64 / f64::from(1 << 30))),
+            used_gib: Option::zip(measured.used.first(), measured.used.last())
+                .map(|(first, last)| [*first, *last].map(|bytes| bytes as f64 / f64::from(1 << 30))),
             losses: measured.losses,
             ready_seconds: measured.ready_seconds,
             warmup_seconds,

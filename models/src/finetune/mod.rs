@@ -235,6 +235,7 @@ impl Finetune {
             world,
             ep: config.ep,
             shard_optimizer: config.trainer.shard_optimizer,
+            gradients_kept: !config.trainer.optimizer_in_backward,
             ..MemorySettings::new(config.batch / world, config.seq)
         };
         MemoryPlan::new(model, &settings)

@@ -36,7 +36,7 @@ pub struct MemorySettings {
     pub ep: usize,
     /// The optimizer state is dealt over the ranks that hold the same parameter.
     pub shard_optimizer: bool,
-    /// All gradients are there at once, before the update.
+    /// All gradients are there at once, before the update; with the optimizer in the backward those of one segment are.
     pub gradients_kept: bool,
 }
 
@@ -120,7 +120,8 @@ impl MemoryPlan {
         let sum_width = if settings.micro_batches > 1 { 4.0f64.max(width) } else { width };
         let gradients = match (&settings.optimizer, settings.gradients_kept) {
             (Some(_), true) => parameters * sum_width,
-            _ => 0.0,
+            (Some(_), false) => largest_segment(config, dense as f64, experts as f64) * width,
+            (None, _) => 0.0,
         };
         let holders = |ranks: usize| if settings.shard_optimizer { ranks as f64 } else { 1.0 };
         let optimizer = (dense as f64 / holders(world) + experts as f64 / holders(world / ep)) * settings.state_bytes();
@@ -207,6 +208,14 @@ impl MemoryPlan {
             ),
         ))
     }
+}
+
+/// Parameters of the largest segment: embedding, head, or a block with experts.
+fn largest_segment(config: &AutoConfig, dense: f64, experts: f64) -> f64 {
+    let table = (config.vocab_size() * hidden_size(config)) as f64;
+    let can = config.capabilities();
+    let block = (dense - table).max(0.0) / layer_sizes(config).len().max(1) as f64;
+    table.max(block + experts / can.moe_blocks.max(1) as f64)
 }
 
 fn hidden_size(config: &AutoConfig) -> usize {
@@ -307,6 +316,30 @@ mod tests {
             ..benchmarked(1)
         };
         assert_eq!(MemoryPlan::new(&config, &sums).unwrap().gradients, 2 * one.gradients);
+    }
+
+    /// By hand: 30.53e9 parameters; a block of 0.623e9; 2 bytes each, and 2 + 8/256 for 8-bit moments.
+    #[test]
+    fn a_complete_model_fits_one_device_with_the_optimizer_in_the_backward() {
+        let config = preset("qwen3_30b_a3b", None);
+        let settings = MemorySettings {
+            optimizer: Some(AdamWConfig {
+                master_weights: false,
+                moments: MomentDType::Block8,
+                ..AdamWConfig::default()
+            }),
+            recompute: Recompute::All,
+            gradients_kept: false,
+            ..benchmarked(4)
+        };
+        let plan = MemoryPlan::new(&config, &settings).unwrap();
+        let parameters = 30_532_122_624u64;
+        assert_eq!((plan.weights, plan.optimizer), (2 * parameters, 2 * parameters + parameters / 32));
+        // 128 experts of 3 * 768 * 2048, attention, router and norms; the plan also spreads one of the two vocabulary tables.
+        let block = 128 * 3 * 768 * 2048 + 2 * 2048 * 4096 + 2 * 2048 * 512 + 128 * 2048 + 2 * 2048 + 2 * 128;
+        assert!((plan.gradients as f64 / (2.0 * f64::from(block)) - 1.0).abs() < 0.02, "{plan}");
+        assert!(plan.total() < 135 << 30, "{plan}");
+        plan.check(139 << 30).unwrap();
     }
 
     #[test]

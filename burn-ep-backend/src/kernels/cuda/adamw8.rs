@@ -2,7 +2,7 @@
 
 use burn_backend::{DType, TensorMetadata};
 
-use super::super::raw::{CudaTensor, RawKernel, dense, multiprocessors};
+use super::super::raw::{CudaTensor, RawKernel, dense};
 use super::{is_float, kernel};
 use crate::MoeBackend;
 use crate::backend::{AdamW8Prim, Block8Prim};
@@ -11,7 +11,11 @@ use crate::reference::adamw8::BLOCK;
 
 const SOURCE: &str = include_str!("../../../kernels/cuda/adamw8.cu");
 
-fn step_kernel(param: DType, grad: DType) -> RawKernel {
+/// Threads of a block; each warp has one block of moments.
+const THREADS: usize = 256;
+
+fn step_kernel(param: DType, grad: DType, master: bool, stochastic: bool) -> RawKernel {
+    let stochastic = u8::from(stochastic && param == DType::BF16 && !master);
     let param = match param {
         DType::BF16 => 0,
         DType::F16 => 1,
@@ -22,8 +26,11 @@ fn step_kernel(param: DType, grad: DType) -> RawKernel {
         "adamw8",
         grad,
         DType::I32,
-        &format!("#define PARAM {param}\n"),
-        BLOCK as u32,
+        &format!(
+            "#define PARAM {param}\n#define MASTER {}\n#define STOCHASTIC {stochastic}\n",
+            u8::from(master)
+        ),
+        THREADS as u32,
     )
 }
 
@@ -79,8 +86,6 @@ where
         bits(f.eps),
         bits(f.step_size),
         u64::from(desc.stochastic_rounding.unwrap_or(desc.step as u32)),
-        u64::from(desc.stochastic_rounding.is_some()),
-        u64::from(master.is_some()),
         u64::from(scale.is_some()),
     ];
     // The gradient stands in for what is absent; the kernel does not touch it then.
@@ -94,12 +99,15 @@ where
         &master.as_ref().unwrap_or(&grad).handle,
         &scale.as_ref().unwrap_or(&grad).handle,
     ];
-    let grid = n.div_ceil(BLOCK).min(multiprocessors(&grad.client) as usize * 64) as u32;
-    step_kernel(param.dtype, grad.dtype).launch(&grad.client, grid, vec![], &buffers, scalars);
+    let grid = n.div_ceil(BLOCK * (THREADS / 32)) as u32;
+    let kernel = step_kernel(param.dtype, grad.dtype, master.is_some(), desc.stochastic_rounding.is_some());
+    kernel.launch(&grad.client, grid, vec![], &buffers, scalars);
     AdamW8Prim { param, m, v, master }
 }
 
 /// Every kernel of this file for a gradient of this dtype.
 pub fn variants(grad: DType) -> Vec<RawKernel> {
-    [DType::BF16, DType::F16, DType::F32].map(|param| step_kernel(param, grad)).to_vec()
+    let flags = [(false, false), (false, true), (true, false)];
+    let kernels = |param| flags.map(|(master, stochastic)| step_kernel(param, grad, master, stochastic));
+    [DType::BF16, DType::F16, DType::F32].map(kernels).concat()
 }

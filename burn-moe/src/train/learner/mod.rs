@@ -37,6 +37,10 @@ pub fn learner<B: TrainBackend, M: TrainableLm<B> + 'static>(
             "none: the learner has no place for it, use `Trainer`",
         ));
     }
+    if config.optimizer_in_backward {
+        let expected = "false: the learner updates the model after its backward passes, use `Trainer`";
+        return Err(Error::config("optimizer_in_backward", true, expected));
+    }
     if config.micro_batches != 1 {
         return Err(Error::config(
             "micro_batches",
