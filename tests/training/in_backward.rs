@@ -7,6 +7,7 @@ use burn::module::Param;
 use burn::tensor::{DType, FloatDType, Tensor, TensorPrimitive};
 use burn_ep_backend::comm::{CommHandle, EpGroup, LocalCommunicator};
 use burn_ep_backend::host_reads;
+use burn_moe::Error;
 use burn_moe::backend::{Device, Train};
 use burn_moe::batch::HostBatch;
 use burn_moe::optim::{AdamWConfig, GradStore, MomentDType, ParamGroup, ParamTable, RouterBiasConfig};
@@ -16,7 +17,7 @@ use burn_moe_models::benchmark::Preset;
 use burn_moe_models::{AutoModelForCausalLm, FromConfigOptions};
 
 use super::step::snapshot;
-use super::toy::{B, Inner, ToyConfig, ToyLm, random_batch};
+use super::toy::{B, Dense, Inner, Mixer, ToyConfig, ToyLm, Weight, random_batch};
 
 fn config(optimizer: AdamWConfig) -> TrainerConfig {
     TrainerConfig {
@@ -360,6 +361,54 @@ fn ranks_update_as_after_the_backward() {
     assert_eq!(clipped[0].1, clipped[1].1);
     for ((path, a), (_, b)) in clipped[0].0.iter().zip(&clipped[1].0) {
         assert_eq!(a == b, !path.contains("experts"), "{path}");
+    }
+}
+
+fn full(shape: [usize; 2], value: f32) -> Weight<B> {
+    Weight {
+        weight: Param::from_tensor(Tensor::full(shape, value, &Default::default())),
+    }
+}
+
+/// The first block's output is moderate, an up weight of 1e-25 times a down weight of 1e25, but the gradient of the former is of the
+/// size of the latter, and its square overflows. Head and second block are updated by then.
+#[test]
+fn a_bad_gradient_stops_the_segments_from_its_own_on() {
+    let mut model: ToyLm<B> = ToyConfig {
+        layers: "dd",
+        ..ToyConfig::default()
+    }
+    .init(11);
+    model.layers[0].mixer = Mixer::Dense(Dense {
+        up_proj: full([5, 6], 1e-25),
+        down_proj: full([6, 5], 1e25),
+    });
+    let settings = TrainerConfig {
+        schedule: Schedule {
+            warmup_steps: 0,
+            lr: 2e-2,
+            ..Schedule::default()
+        },
+        ..in_backward(&config(AdamWConfig::default()))
+    };
+    let mut trainer = Trainer::<B, _>::new(model, settings, Default::default(), None).unwrap();
+    let before = snapshot::<B, _>(trainer.model());
+    let error = trainer.train_step(&[random_batch(2, 6, 1)]).unwrap_err();
+    let Error::Training { step: 1, why } = &error else {
+        panic!("{error}")
+    };
+    assert!(why.contains("block 0 is inf") && why.contains("head to block 1 was done"), "{why}");
+    assert_eq!(trainer.step(), 0);
+    let states = moments(&trainer);
+    for ((path, old), (_, new)) in before.iter().zip(&snapshot::<B, _>(trainer.model())) {
+        let updated = !(path.starts_with("layers.0") || path.starts_with("embed"));
+        let (_, steps, [m, v]) = states.iter().find(|(p, ..)| p == path).unwrap();
+        assert_eq!(*steps, u64::from(updated), "{path}");
+        assert_eq!(m.iter().any(|m| *m != 0.0), updated, "{path}");
+        assert!(m.iter().chain(v).all(|moment| moment.is_finite()), "{path}");
+        assert!(updated || old == new, "{path}");
+        // Decay moves a weight even where its moment is 0.
+        assert!(!updated || old != new, "{path}");
     }
 }
 
