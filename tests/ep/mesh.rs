@@ -164,6 +164,49 @@ fn replicated_parameters_stay_equal_bit_by_bit_over_fifty_steps() {
     }
 }
 
+/// Ranks with rows of different lengths, one of them without any label: the sum over ranks is that over micro-batches.
+#[test]
+fn ranks_may_have_batches_of_any_shape() {
+    let shapes = [(2, 7), (1, 3), (3, 5), (1, 1)];
+    let uneven = |rank: usize| {
+        let (rows, seq) = shapes[rank];
+        let whole = batch(rank, 0..rows, &[]);
+        let cut = |list: &[i32]| list.chunks(SEQ).flat_map(|row| row[..seq].to_vec()).collect();
+        HostBatch {
+            seq,
+            input_ids: cut(&whole.input_ids),
+            labels: cut(&whole.labels),
+            ..whole
+        }
+    };
+    let config = |micro_batches| TrainerConfig {
+        micro_batches,
+        ..trainer_config(LEARNING_RATE)
+    };
+    // The balance loss of other models is a mean over micro-batches, which these are not.
+    let (expected, weights) = on_ranks(1, |ep| {
+        let mut trainer = start(NEMOTRON, config(4), &ep);
+        let report = trainer.train_step(&[0, 1, 2, 3].map(uneven)).unwrap();
+        ([report.loss, report.grad_norm], parameters(trainer.model()))
+    })
+    .remove(0);
+    for size in [4, 2] {
+        let ranks = on_mesh(4, size, |ep| {
+            let mut trainer = start(NEMOTRON, config(1), &ep);
+            let report = trainer.train_step(&[uneven(ep.world_rank())]).unwrap();
+            ([report.loss, report.grad_norm], parameters(trainer.model()))
+        });
+        for (found, expected) in ranks[0].0.iter().zip(expected) {
+            assert!((found / expected - 1.0).abs() < 1e-5, "ep {size}: {found} for {expected}");
+        }
+        let maps: Vec<_> = ranks[..size].iter().map(|(_, weights)| weights.clone()).collect();
+        for (path, values) in join(&maps) {
+            let error = max_error(&values, &weights[&path]);
+            assert!(error < 1e-5, "ep {size}, {path}: {error:e}");
+        }
+    }
+}
+
 /// Each rank keeps its part of the state and no more.
 #[test]
 fn shares_divide_the_optimizer_state() {

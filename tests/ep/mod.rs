@@ -3,6 +3,7 @@
 //! Ranks are threads with a [`LocalCommunicator`].
 
 mod checkpoint;
+mod faults;
 mod layer;
 mod low_precision;
 mod mesh;

@@ -18,7 +18,7 @@ const JOB: &str = "BURN_MOE_TEST_JOB";
 const STEPS: u64 = 6;
 
 /// A port nobody listens on now.
-fn free_port() -> u16 {
+pub(super) fn free_port() -> u16 {
     TcpListener::bind(("127.0.0.1", 0)).unwrap().local_addr().unwrap().port()
 }
 
