@@ -2,7 +2,7 @@
 # Runs a bundle made by scripts/gpu_bundle.sh. Needs an NVIDIA driver and python; libraries and headers of CUDA are taken from
 # python's nvidia packages (those of torch, plus nvidia-cuda-cccl) or from CUDA_PATH.
 #
-#   run.sh [ops|parity|training|examples|bench|compare|curves|products|experts|speeds|profile|sanitizer]...
+#   run.sh [ops|parity|training|examples|bench|compare|curves|products|experts|ranks|speeds|profile|sanitizer]...
 #                                                           default: ops parity training examples bench
 #   run.sh -- COMMAND...                                    a command of your own in the bundle's environment; $BENCHES is the
 #                                                           folder of the Python scripts
@@ -120,6 +120,13 @@ for part in "$@"; do
         embedding::embedding_speed; do
         stage "${test##*:}" 120 "$home/bin/gpu" --ignored --nocapture --exact "$test"
       done
+      ;;
+    # Ranks: transports between GPUs (between processes of one GPU where there are no more), meshes, processes, faults; then what a
+    # job on the GPUs of this machine should do on paper.
+    ranks)
+      stage comm 300 "$home/bin/gpu" comm:: --test-threads=1 --nocapture
+      stage ep 420 "$home/bin/suite" ep:: --test-threads=1 --nocapture
+      stage plan 20 "$home/bin/plan" --gpus "$(nvidia-smi -L | wc -l)"
       ;;
     experts)
       stage experts_speed 200 "$home/bin/gpu" --ignored --nocapture --exact experts_speed::experts_speed

@@ -37,8 +37,16 @@ struct Inner {
     give_up: Box<GiveUp>,
     /// What the transport itself reports, if anything is wrong.
     trouble: Box<dyn Fn() -> Option<String> + Send + Sync>,
-    pending: Mutex<VecDeque<Pending>>,
+    pending: Mutex<Under>,
     count: AtomicU64,
+}
+
+/// What is under watch.
+#[derive(Default)]
+struct Under {
+    operations: VecDeque<Pending>,
+    /// The transport has given up: nobody looks any more.
+    ended: bool,
 }
 
 struct Pending {
@@ -109,7 +117,7 @@ impl Watch {
 
     /// Waits until nothing is under way; the look-out sees to it that this ends.
     pub(super) fn drain(&self) {
-        while !lock(&self.inner.pending).is_empty() {
+        while !lock(&self.inner.pending).operations.is_empty() {
             thread::sleep(Duration::from_millis(1));
         }
     }
@@ -132,7 +140,11 @@ impl Inner {
         };
         made.and_then(|()| record(pending.event, pending.context).result())
             .map_err(|error| format!("event: {error:?}"))?;
-        lock(&self.pending).push_back(pending);
+        let mut under = lock(&self.pending);
+        match under.ended {
+            true => pending.destroy(),
+            false => under.operations.push_back(pending),
+        }
         Ok(())
     }
 
@@ -140,9 +152,9 @@ impl Inner {
         tracing::error!(place = self.place, why, "exchange between devices failed");
         (self.give_up)();
         self.host.abort(&format!("{}: {why}", self.place));
-        for pending in lock(&self.pending).drain(..) {
-            pending.destroy();
-        }
+        let mut under = lock(&self.pending);
+        under.ended = true;
+        under.operations.drain(..).for_each(Pending::destroy);
     }
 }
 
@@ -175,7 +187,11 @@ fn look(watched: &Weak<Inner>) {
         thread::sleep(PERIOD);
         let Some(inner) = watched.upgrade() else { return };
         let why = {
-            let mut pending = lock(&inner.pending);
+            let mut under = lock(&inner.pending);
+            if under.ended {
+                return;
+            }
+            let pending = &mut under.operations;
             let mut failed = None;
             while let Some(front) = pending.front() {
                 match front.done() {
