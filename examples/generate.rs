@@ -7,7 +7,8 @@
 //! ```
 //!
 //! Without arguments it asks the shipped tiny Nemotron-H a question, to which the answer is babble until `finetune_nemotron`
-//! has trained it. Every token costs one pass over that token: keys and values, and the states of Mamba layers, are kept.
+//! has trained it. How to sample comes from the checkpoint's `generation_config.json`, and from the command line where that says
+//! otherwise. Every token costs one pass over that token: keys and values, and the states of Mamba layers, are kept.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -17,10 +18,10 @@ use burn::tensor::FloatDType;
 use burn_moe::backend::{Device, Infer};
 use burn_moe::checkpoint::hub::{HubOptions, locate};
 use burn_moe::data::{ChatTemplate, Conversation, Tokenizer};
-use burn_moe::generate::{GenerateOptions, generate};
+use burn_moe::generate::generate;
 use burn_moe::{Error, Result};
 use burn_moe_examples::{asset, check_backend, log_warnings, say};
-use burn_moe_models::{AutoModelForCausalLm, FromPretrainedOptions, Pretrained};
+use burn_moe_models::{AutoModelForCausalLm, FromPretrainedOptions, GenerationOverrides, Pretrained};
 use clap::{Parser, ValueEnum};
 use serde_json::{Value, json};
 
@@ -54,18 +55,27 @@ struct Args {
     /// System message before `--chat`
     #[arg(long, requires = "chat")]
     system: Option<String>,
-    /// Most tokens to add
-    #[arg(long, default_value_t = 128)]
-    max_new_tokens: usize,
-    /// Divides the logits; 0 always takes the best token
-    #[arg(long, default_value_t = 0.0)]
-    temperature: f64,
-    /// Sample among the best tokens only; 0: among all
-    #[arg(long, default_value_t = 0)]
-    top_k: usize,
-    /// Sample among the fewest best tokens with this much probability together
-    #[arg(long, default_value_t = 1.0)]
-    top_p: f64,
+    /// Most tokens to add [default: generation_config.json, or 128]
+    #[arg(long)]
+    max_new_tokens: Option<usize>,
+    /// Divides the logits; 0 always takes the best token [default: generation_config.json, or 0]
+    #[arg(long)]
+    temperature: Option<f64>,
+    /// Sample among the best tokens only; 0: among all [default: generation_config.json, or 0]
+    #[arg(long)]
+    top_k: Option<usize>,
+    /// Sample among the fewest best tokens with this much probability together [default: generation_config.json, or 1]
+    #[arg(long)]
+    top_p: Option<f64>,
+    /// Sample among tokens with this much of the best one's probability [default: generation_config.json, or 0]
+    #[arg(long)]
+    min_p: Option<f64>,
+    /// Make tokens that are already in the text less likely, if above 1 [default: generation_config.json, or 1]
+    #[arg(long)]
+    repetition_penalty: Option<f64>,
+    /// Use nothing of generation_config.json but its end-of-sequence tokens
+    #[arg(long)]
+    ignore_generation_config: bool,
     /// Seed of the sampling: the same seed gives the same text
     #[arg(long, default_value_t = 0)]
     seed: u64,
@@ -128,15 +138,23 @@ fn run(args: &Args) -> Result<()> {
             format!("fewer than the {max_positions} positions of the model"),
         ));
     }
-    let options = GenerateOptions {
-        max_new_tokens: args.max_new_tokens.min(room),
+    let overrides = GenerationOverrides {
         temperature: args.temperature,
         top_k: args.top_k,
         top_p: args.top_p,
-        seed: args.seed,
-        stop_tokens: stop_tokens(args, &loaded, &tokenizer)?,
-        ep: None,
+        min_p: args.min_p,
+        repetition_penalty: args.repetition_penalty,
+        max_new_tokens: args.max_new_tokens,
     };
+    let file = match args.ignore_generation_config {
+        true => None,
+        false => loaded.generation_config()?,
+    };
+    let (mut options, settings) = overrides.resolve(file.as_ref(), prompt.len())?;
+    eprintln!("[{settings}]");
+    options.max_new_tokens = options.max_new_tokens.min(room);
+    options.seed = args.seed;
+    options.stop_tokens = stop_tokens(args, &loaded, &tokenizer)?;
     let start = Instant::now();
     let tokens = generate(&loaded.model, &prompt, &options, &device)?;
     let seconds = start.elapsed().as_secs_f64();

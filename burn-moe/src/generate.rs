@@ -2,6 +2,8 @@
 //!
 //! One prompt at a time: rows of unequal length would need left padding, which Mamba caches cannot represent.
 
+use std::collections::HashSet;
+
 use burn::tensor::Tensor;
 use burn_ep_backend::MoeBackend;
 use burn_ep_backend::comm::EpGroup;
@@ -20,10 +22,15 @@ pub struct GenerateOptions {
     pub max_new_tokens: usize,
     /// Divides the logits; 0 chooses the best token (greedy).
     pub temperature: f64,
-    /// Sample among the k best tokens only; 0: among all.
+    /// Sample among the k best tokens only, and those as good as the k-th; 0: among all.
     pub top_k: usize,
     /// Sample among the fewest best tokens whose probabilities sum to at least this, in (0, 1].
     pub top_p: f64,
+    /// Sample among tokens with at least this much of the best one's probability only, in [0, 1].
+    pub min_p: f64,
+    /// Divides the positive and multiplies the negative logits of tokens that are already in the text (CTRL, Keskar et al.
+    /// 2019), greedy or not; 1 changes nothing.
+    pub repetition_penalty: f64,
     /// Seed of the sampling.
     pub seed: u64,
     /// Generation ends after one of these.
@@ -39,6 +46,8 @@ impl Default for GenerateOptions {
             temperature: 0.0,
             top_k: 0,
             top_p: 1.0,
+            min_p: 0.0,
+            repetition_penalty: 1.0,
             seed: 0,
             stop_tokens: Vec::new(),
             ep: None,
@@ -47,12 +56,22 @@ impl Default for GenerateOptions {
 }
 
 impl GenerateOptions {
-    fn validate(&self) -> Result<()> {
+    /// Checks the ranges of the settings.
+    ///
+    /// # Errors
+    /// [`Error::Config`] naming the field.
+    pub fn validate(&self) -> Result<()> {
         if !self.temperature.is_finite() || self.temperature < 0.0 {
             return Err(Error::config("temperature", self.temperature, "0 (greedy) or a positive number"));
         }
         if !(self.top_p > 0.0 && self.top_p <= 1.0) {
             return Err(Error::config("top_p", self.top_p, "more than 0 and at most 1"));
+        }
+        if !(0.0..=1.0).contains(&self.min_p) {
+            return Err(Error::config("min_p", self.min_p, "from 0 to 1"));
+        }
+        if !(self.repetition_penalty.is_finite() && self.repetition_penalty > 0.0) {
+            return Err(Error::config("repetition_penalty", self.repetition_penalty, "a positive number"));
         }
         Ok(())
     }
@@ -72,11 +91,14 @@ pub fn generate<B: MoeBackend, M: CausalLm<B>>(
     let mut session = Session::new(model, device, options.ep.clone());
     let mut rng = StdRng::seed_from_u64(options.seed);
     let mut new = Vec::new();
+    let mut seen: HashSet<i32> = prompt.iter().copied().collect();
     let mut pending = prompt.to_vec();
     while new.len() < options.max_new_tokens {
-        let logits = session.extend(&pending)?;
+        let mut logits = session.extend(&pending)?;
+        penalise(&mut logits, seen.iter().copied(), options.repetition_penalty);
         let token = choose(&logits, options, &mut rng) as i32;
         new.push(token);
+        seen.insert(token);
         if options.stop_tokens.contains(&token) {
             break;
         }
@@ -129,47 +151,82 @@ impl<'a, B: MoeBackend, M: CausalLm<B>> Session<'a, B, M> {
     }
 }
 
-/// Index of the next token.
-fn choose(logits: &[f32], options: &GenerateOptions, rng: &mut StdRng) -> usize {
-    // Best first; ties go to the lower id. NaN sorts last, so that it is never chosen while a number is left.
-    let mut order: Vec<usize> = (0..logits.len()).collect();
-    let key = |i: usize| if logits[i].is_nan() { f32::NEG_INFINITY } else { logits[i] };
-    let by_logit = |a: &usize, b: &usize| key(*b).total_cmp(&key(*a)).then(a.cmp(b));
-    if options.temperature == 0.0 {
-        return order.into_iter().min_by(by_logit).unwrap_or(0);
+/// Applies the repetition penalty for every token of `seen`, each given once.
+fn penalise(logits: &mut [f32], seen: impl Iterator<Item = i32>, penalty: f64) {
+    if penalty == 1.0 {
+        return;
     }
-    let k = if options.top_k == 0 {
-        order.len()
-    } else {
-        options.top_k.min(order.len())
-    };
-    if k < order.len() {
-        order.select_nth_unstable_by(k - 1, by_logit);
-        order.truncate(k);
-    }
-    order.sort_unstable_by(by_logit);
-
-    let best = f64::from(key(order[0]));
-    let mut weights: Vec<f64> = order
-        .iter()
-        .map(|&i| ((f64::from(key(i)) - best) / options.temperature).exp())
-        .collect();
-    let total: f64 = weights.iter().sum();
-    let mut kept = 0.0;
-    if let Some(last) = weights.iter().position(|w| {
-        kept += w;
-        kept >= options.top_p * total
-    }) {
-        weights.truncate(last + 1);
-    }
-    let mut point = rng.random::<f64>() * weights.iter().sum::<f64>();
-    for (&token, weight) in order.iter().zip(&weights) {
-        point -= weight;
-        if point < 0.0 {
-            return token;
+    for token in seen {
+        if let Some(logit) = usize::try_from(token).ok().and_then(|at| logits.get_mut(at)) {
+            let penalty = penalty as f32;
+            *logit = if *logit < 0.0 { *logit * penalty } else { *logit / penalty };
         }
     }
-    order[weights.len() - 1]
+}
+
+/// The tokens that may come next with their probabilities, best first: `logits` after repetition penalty for the tokens of
+/// `seen`, temperature, top-k, top-p and min-p, in this order, as transformers applies them. Greedy: the best token alone.
+///
+/// # Errors
+/// A setting out of range.
+pub fn candidates(logits: &[f32], seen: &[i32], options: &GenerateOptions) -> Result<Vec<(usize, f64)>> {
+    options.validate()?;
+    let mut logits = logits.to_vec();
+    let seen: HashSet<i32> = seen.iter().copied().collect();
+    penalise(&mut logits, seen.into_iter(), options.repetition_penalty);
+    let mut kept = filtered(&logits, options);
+    let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
+    kept.iter_mut().for_each(|(_, weight)| *weight /= total);
+    Ok(kept)
+}
+
+/// Tokens that may be chosen, best first, with weights that need not sum to 1. Ties go to the lower id. NaN sorts last, so
+/// that it is never chosen while a number is left.
+fn filtered(logits: &[f32], options: &GenerateOptions) -> Vec<(usize, f64)> {
+    let key = |i: usize| if logits[i].is_nan() { f32::NEG_INFINITY } else { logits[i] };
+    let by_logit = |a: &usize, b: &usize| key(*b).total_cmp(&key(*a)).then(a.cmp(b));
+    let mut order: Vec<usize> = (0..logits.len()).collect();
+    if options.temperature == 0.0 {
+        let best = order.into_iter().min_by(by_logit).unwrap_or(0);
+        return vec![(best, 1.0)];
+    }
+    if options.top_k > 0 && options.top_k < order.len() {
+        let (_, last, _) = order.select_nth_unstable_by(options.top_k - 1, by_logit);
+        let least = key(*last);
+        order.retain(|&i| key(i) >= least);
+    }
+    order.sort_unstable_by(by_logit);
+    let Some(&best) = order.first() else { return Vec::new() };
+    let best = f64::from(key(best));
+    let weight = |i: usize| ((f64::from(key(i)) - best) / options.temperature).exp();
+    let mut kept: Vec<(usize, f64)> = order.into_iter().map(|i| (i, weight(i))).collect();
+    let total: f64 = kept.iter().map(|(_, weight)| weight).sum();
+    let mut sum = 0.0;
+    if let Some(last) = kept.iter().position(|(_, weight)| {
+        sum += weight;
+        sum >= options.top_p * total
+    }) {
+        kept.truncate(last + 1);
+    }
+    // The best weight is 1.
+    kept.retain(|(_, weight)| *weight >= options.min_p);
+    kept
+}
+
+/// Index of the next token.
+fn choose(logits: &[f32], options: &GenerateOptions, rng: &mut StdRng) -> usize {
+    let kept = filtered(logits, options);
+    if options.temperature == 0.0 {
+        return kept[0].0;
+    }
+    let mut point = rng.random::<f64>() * kept.iter().map(|(_, weight)| weight).sum::<f64>();
+    for (token, weight) in &kept {
+        point -= weight;
+        if point < 0.0 {
+            return *token;
+        }
+    }
+    kept.last().map_or(0, |(token, _)| *token)
 }
 
 #[cfg(test)]
@@ -236,6 +293,20 @@ mod tests {
                     ..Default::default()
                 },
                 "top_p",
+            ),
+            (
+                GenerateOptions {
+                    min_p: 1.5,
+                    ..Default::default()
+                },
+                "min_p",
+            ),
+            (
+                GenerateOptions {
+                    repetition_penalty: 0.0,
+                    ..Default::default()
+                },
+                "repetition_penalty",
             ),
         ] {
             assert!(options.validate().unwrap_err().to_string().contains(field));

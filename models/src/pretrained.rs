@@ -11,6 +11,7 @@ use burn_moe::checkpoint::hub::{self, HubOptions};
 use burn_moe::checkpoint::{self, CheckpointSource, ConfigJson, EpRank, LoadOptions, LoadReport, SaveOptions, SaveReport, TieState};
 
 use crate::auto::{AutoModelForCausalLm, FromConfigOptions};
+use crate::generation::GenerationConfig;
 use crate::json::Fields;
 use crate::registry::AutoConfig;
 
@@ -61,6 +62,14 @@ pub struct Pretrained<B: MoeBackend> {
 }
 
 impl<B: MoeBackend> Pretrained<B> {
+    /// How the publisher means the model to be sampled; None without a `generation_config.json`.
+    ///
+    /// # Errors
+    /// See [`GenerationConfig::from_folder`].
+    pub fn generation_config(&self) -> Result<Option<GenerationConfig>> {
+        GenerationConfig::from_folder(self.source.dir())
+    }
+
     /// Tokens that end a generated text: `eos_token_id` of `config.json` and of `generation_config.json`, which may name more.
     ///
     /// # Errors

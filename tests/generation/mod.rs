@@ -4,7 +4,7 @@ use burn::module::AutodiffModule;
 use burn::tensor::Tensor;
 use burn_ep_backend::comm::EpGroup;
 use burn_moe::backend::{Device, Infer};
-use burn_moe::generate::{GenerateOptions, Session, generate};
+use burn_moe::generate::{GenerateOptions, Session, candidates, generate};
 use burn_moe::model::CausalLm;
 use burn_moe_models::{AutoConfig, AutoModelForCausalLm, FromConfigOptions};
 use burn_moe_tests::fixture::relative_error;
@@ -129,5 +129,93 @@ fn bad_prompts_are_refused() {
             let error = generate(&model, prompt, &options, &Device::default()).unwrap_err().to_string();
             assert!(error.contains("input_ids"), "{error}");
         }
+    }
+}
+
+#[derive(serde::Deserialize)]
+struct Transformers {
+    filters: Vec<Filter>,
+    generated: Vec<Generated>,
+}
+
+#[derive(serde::Deserialize)]
+struct Filter {
+    settings: Settings,
+    logits: Vec<f32>,
+    seen: Vec<i32>,
+    kept: Vec<(usize, f64)>,
+}
+
+#[derive(Debug, serde::Deserialize)]
+struct Settings {
+    temperature: f64,
+    top_k: usize,
+    top_p: f64,
+    min_p: f64,
+    repetition_penalty: f64,
+}
+
+#[derive(serde::Deserialize)]
+struct Generated {
+    fixture: String,
+    prompt: Vec<i32>,
+    repetition_penalty: f64,
+    new: Vec<i32>,
+}
+
+fn transformers() -> Transformers {
+    let path = burn_moe_tests::fixture::root().join("generation/expected.json");
+    serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap()
+}
+
+/// Which tokens may come next and how likely they are, by the processors of transformers on the same logits.
+#[test]
+fn settings_filter_like_those_of_transformers() {
+    let cases = transformers().filters;
+    assert!(cases.len() > 100);
+    for case in cases {
+        let options = GenerateOptions {
+            temperature: case.settings.temperature,
+            top_k: case.settings.top_k,
+            top_p: case.settings.top_p,
+            min_p: case.settings.min_p,
+            repetition_penalty: case.settings.repetition_penalty,
+            ..Default::default()
+        };
+        let found = candidates(&case.logits, &case.seen, &options).unwrap();
+        assert!(found.is_sorted_by(|a, b| a.1 >= b.1), "{:?}", case.settings);
+        let mut found = found;
+        found.sort_unstable_by_key(|(id, _)| *id);
+        let ids = |kept: &[(usize, f64)]| kept.iter().map(|(id, _)| *id).collect::<Vec<_>>();
+        assert_eq!(ids(&found), ids(&case.kept), "{:?}", case.settings);
+        for ((id, found), (_, expected)) in found.iter().zip(&case.kept) {
+            assert!(
+                (found - expected).abs() < 1e-5,
+                "{:?}: token {id}: {found} for {expected}",
+                case.settings
+            );
+        }
+    }
+}
+
+/// Greedy generation, with and without repetition penalty, from the same weights.
+#[test]
+fn greedy_text_is_that_of_transformers() {
+    use burn_moe_models::FromPretrainedOptions;
+
+    let options = FromPretrainedOptions {
+        dtype: Some(burn::tensor::FloatDType::F32),
+        ..Default::default()
+    };
+    for case in transformers().generated {
+        let folder = burn_moe_tests::fixture::root().join(&case.fixture);
+        let loaded = AutoModelForCausalLm::<Infer>::from_pretrained(&folder, &options, &Device::default()).unwrap();
+        let options = GenerateOptions {
+            max_new_tokens: case.new.len(),
+            repetition_penalty: case.repetition_penalty,
+            ..Default::default()
+        };
+        let new = generate(&loaded.model, &case.prompt, &options, &Device::default()).unwrap();
+        assert_eq!(new, case.new, "{} with penalty {}", case.fixture, case.repetition_penalty);
     }
 }

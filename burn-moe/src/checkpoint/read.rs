@@ -342,7 +342,9 @@ mod tests {
                 (&["{expert}.gate", "{expert}.up"], vec![join, Step::Interleave { axis: 1 }], false),
             ];
             for (sources, steps, short) in layouts {
-                let map = WeightMap::new([""]).rule(Rule::experts("w").stored_as(sources.iter().copied(), steps.clone()));
+                // Every rule needs a plain layout; this one is not in the file.
+                let rule = Rule::experts("w").stored_as(["plain"], []);
+                let map = WeightMap::new([""]).rule(rule.stored_as(sources.iter().copied(), steps.clone()));
                 for dtype in [None, Some(burn::tensor::DType::F32), Some(burn::tensor::DType::F64)] {
                     let options = LoadOptions {
                         dtype,

@@ -16,9 +16,10 @@
 //! 9. **sum**: routed plus shared, back to `[B, S, D]`.
 
 use burn::module::Module;
-use burn::tensor::{Int, Tensor, activation};
+use burn::tensor::{DType, Int, Tensor, activation};
 use burn_ep_backend::MoeBackend;
 
+use super::linear::as_dtype;
 use super::{Experts, ExpertsConfig, Init, Linear, Mlp, MlpConfig, ParamBuilder, Router, RouterConfig};
 use crate::dispatch::routed_experts;
 use crate::error::Result;
@@ -109,7 +110,11 @@ impl<B: MoeBackend> Moe<B> {
             out_td = out_td + shared.forward(h_td.clone())?;
         }
         if let (Some(shared), Some(gate)) = (&self.shared_expert, &self.shared_expert_gate) {
-            out_td = out_td + activation::sigmoid(gate.forward(h_td.clone())?) * shared.forward(h_td)?;
+            // The gate's gradient is a sum over the whole row: product and sum in fp32, rounded once.
+            let dtype = out_td.dtype();
+            let gate_t1 = activation::sigmoid(as_dtype(gate.forward(h_td.clone())?, DType::F32));
+            let shared_td = as_dtype(shared.forward(h_td)?, DType::F32);
+            out_td = out_td + as_dtype(gate_t1 * shared_td, dtype);
         }
         Ok((out_td.reshape([b, s, d]), router))
     }

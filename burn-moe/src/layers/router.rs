@@ -83,8 +83,10 @@ impl<B: MoeBackend> Router<B> {
             RouterPrecision::Fp32 => linear(as_dtype(h_td, DType::F32), self.weight.val())?,
         };
         if let Some(bias) = &self.bias {
-            let bias_1e = as_dtype(bias.val(), logits_te.dtype()).unsqueeze::<2>();
-            logits_te = logits_te + bias_1e;
+            // In fp32, because the gradient of the bias is a sum over all tokens of small numbers of both signs: it is then
+            // rounded once, at the end.
+            let bias_1e = as_dtype(bias.val(), DType::F32).unsqueeze::<2>();
+            logits_te = as_dtype(logits_te, DType::F32) + bias_1e;
         }
         let desc = RouterDesc {
             force_balanced: force_balanced || self.desc.force_balanced,
