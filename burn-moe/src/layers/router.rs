@@ -1,7 +1,7 @@
 //! The router: hidden states to expert ids and weights.
 
 use burn::module::{Module, Param};
-use burn::tensor::{DType, FloatDType, Int, Tensor};
+use burn::tensor::{DType, Int, Tensor};
 use burn_ep_backend::{MoeBackend, RouterDesc, ops};
 
 use super::linear::{as_dtype, linear};
@@ -9,14 +9,13 @@ use super::{Init, ParamBuilder};
 use crate::error::Result;
 use crate::model::RouterOutput;
 
-/// In which dtype a family computes its logits and applies its weights.
+/// In which dtype a family computes its logits. Weights stay in fp32 everywhere; some references round them to the dtype of the
+/// hidden states, which costs accuracy in every gradient behind them and saves nothing.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum RouterPrecision {
-    /// Logits in the dtype of the hidden states; weights computed in fp32, then rounded to that dtype (Qwen3-MoE).
+    /// In the dtype of the hidden states (Qwen3-MoE, Mixtral, GPT-OSS).
     Model,
-    /// Logits in the dtype of the hidden states; weights stay in fp32 (Mixtral).
-    ModelLogits,
-    /// Logits and weights in fp32 (Nemotron-H, DeepSeek-V3).
+    /// In fp32 (Nemotron-H, DeepSeek-V3).
     Fp32,
 }
 
@@ -77,26 +76,20 @@ impl<B: MoeBackend> Router<B> {
         replay_tk: Option<Tensor<B, 2, Int>>,
         force_balanced: bool,
     ) -> Result<(ops::Route<B>, RouterOutput<B>)> {
-        let dtype = h_td.dtype();
         let mut logits_te = match self.precision {
-            RouterPrecision::Model | RouterPrecision::ModelLogits => linear(h_td, self.weight.val())?,
+            RouterPrecision::Model => linear(h_td, self.weight.val())?,
             RouterPrecision::Fp32 => linear(as_dtype(h_td, DType::F32), self.weight.val())?,
         };
         if let Some(bias) = &self.bias {
-            // In fp32, because the gradient of the bias is a sum over all tokens of small numbers of both signs: it is then
-            // rounded once, at the end.
-            let bias_1e = as_dtype(bias.val(), DType::F32).unsqueeze::<2>();
-            logits_te = as_dtype(logits_te, DType::F32) + bias_1e;
+            let bias_1e = as_dtype(bias.val(), logits_te.dtype()).unsqueeze::<2>();
+            logits_te = logits_te + bias_1e;
         }
         let desc = RouterDesc {
             force_balanced: force_balanced || self.desc.force_balanced,
             ..self.desc.clone()
         };
         let bias = self.e_score_correction_bias.as_ref().map(Param::val);
-        let mut route = ops::route(logits_te.clone(), bias, replay_tk, &desc)?;
-        if self.precision == RouterPrecision::Model && dtype != DType::F32 {
-            route.weights_tk = route.weights_tk.cast(FloatDType::from(dtype)).cast(FloatDType::F32);
-        }
+        let route = ops::route(logits_te.clone(), bias, replay_tk, &desc)?;
         let output = RouterOutput {
             logits_te,
             ids_tk: route.ids_tk.clone(),

@@ -156,11 +156,7 @@ fn moe(config: &SparseConfig) -> MoeConfig {
         router: RouterConfig {
             hidden: config.decoder.hidden_size,
             desc: RouterDesc::softmax(config.num_experts, config.num_experts_per_tok, config.norm_topk_prob),
-            precision: if config.weights_stay_fp32 {
-                RouterPrecision::ModelLogits
-            } else {
-                RouterPrecision::Model
-            },
+            precision: RouterPrecision::Model,
             bias: false,
             selection_bias: false,
             init: config.matrix_init(),
