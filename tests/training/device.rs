@@ -100,8 +100,8 @@ fn reports_name_speed_and_memory() {
     assert_eq!(again.update_seconds, report.update_seconds);
 }
 
-/// Buffers are reused: after the kernels are tuned, a step takes what the one before gave back. All threads of a process share
-/// the device's memory, so the test runs in a process of its own.
+/// burn#4792, burn#5202. Buffers are reused: after the kernels are tuned, a step takes what the one before gave back. All threads
+/// of a process share the device's memory, so the test runs in a process of its own.
 #[cfg(feature = "cuda")]
 #[test]
 fn memory_stays_flat_over_200_steps() {

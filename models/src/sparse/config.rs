@@ -35,8 +35,6 @@ struct Row {
     /// Inner width of the gated shared expert.
     shared_width: Option<usize>,
     norm_topk_prob: Switch,
-    /// Routing weights stay in fp32 behind logits in the dtype of the model.
-    weights_stay_fp32: bool,
     router_aux_loss_coef: f64,
     decoder: DecoderFamily,
 }
@@ -72,7 +70,6 @@ const ROWS: [Row; 4] = [
         dense_width: Some(6144),
         shared_width: None,
         norm_topk_prob: Switch::Field("norm_topk_prob", false),
-        weights_stay_fp32: false,
         router_aux_loss_coef: 0.001,
         decoder: QWEN3,
     },
@@ -85,7 +82,6 @@ const ROWS: [Row; 4] = [
         dense_width: Some(5632),
         shared_width: Some(5632),
         norm_topk_prob: Switch::Field("norm_topk_prob", false),
-        weights_stay_fp32: false,
         router_aux_loss_coef: 0.001,
         decoder: DecoderFamily {
             num_attention_heads: 16,
@@ -106,7 +102,6 @@ const ROWS: [Row; 4] = [
         dense_width: None,
         shared_width: None,
         norm_topk_prob: Switch::On,
-        weights_stay_fp32: true,
         router_aux_loss_coef: 0.001,
         decoder: DecoderFamily {
             vocab_size: 32_000,
@@ -134,7 +129,6 @@ const ROWS: [Row; 4] = [
         dense_width: None,
         shared_width: None,
         norm_topk_prob: Switch::Field("norm_topk_prob", false),
-        weights_stay_fp32: false,
         router_aux_loss_coef: 0.01,
         decoder: DecoderFamily {
             vocab_size: 50_304,
@@ -173,8 +167,6 @@ pub struct SparseConfig {
     pub num_experts: usize,
     pub num_experts_per_tok: usize,
     pub norm_topk_prob: bool,
-    /// Routing weights stay in fp32 behind logits in the dtype of the model.
-    pub weights_stay_fp32: bool,
     /// Layer i is sparse when `(i + 1) % decoder_sparse_step == 0` and it is not listed in `mlp_only_layers`.
     pub decoder_sparse_step: usize,
     pub mlp_only_layers: Vec<usize>,
@@ -228,7 +220,6 @@ impl SparseConfig {
             num_experts,
             num_experts_per_tok: f.size(&["num_experts_per_tok"], row.num_experts_per_tok)?,
             norm_topk_prob: row.norm_topk_prob.read(&f)?,
-            weights_stay_fp32: row.weights_stay_fp32,
             decoder_sparse_step: if mixed { f.size(&["decoder_sparse_step"], 1)? } else { 1 },
             mlp_only_layers: if mixed { mlp_only_layers(&f, layers)? } else { Vec::new() },
             router_aux_loss_coef: f.finite(&["router_aux_loss_coef"], row.router_aux_loss_coef)?,
