@@ -145,7 +145,7 @@ mod tests {
         // Several chunks, the last one short; units of 12 bytes do not divide a chunk's size.
         let rows = 3 * CHUNK / 12 + 5;
         let data = host_data(&[rows, 3], DType::U32, 12, &|offset, out: &mut [u8]| {
-            assert!(offset % 12 == 0 && out.len() % 12 == 0);
+            assert!(offset.is_multiple_of(12) && out.len().is_multiple_of(12));
             counting(offset, out)
         })
         .unwrap();

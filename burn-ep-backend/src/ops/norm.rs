@@ -94,7 +94,7 @@ mod tests {
         let refusals = [
             (rms_norm(x(), weight(5), &desc), "`weight`"),
             (
-                add_rms_norm(x(), x().slice([0..1]), weight(6), &desc).map(|(sum, _)| sum),
+                add_rms_norm(x(), x().narrow(0, 0, 1), weight(6), &desc).map(|(sum, _)| sum),
                 "`residual`",
             ),
             (add_rms_norm(x(), x(), weight(5), &desc).map(|(sum, _)| sum), "`weight`"),

@@ -174,6 +174,7 @@ impl Finetune {
                 ..LoaderOptions::new(config.batch / world, config.seq)
             },
         )?;
+        #[allow(clippy::clone_on_copy, reason = "a CUDA device is not Copy")]
         let mut trainer = Trainer::<Train, Model>::new(model, config.trainer.clone(), device.clone(), ep.clone())?;
         if let Some(checkpoint) = &self.resumed {
             trainer.resume(checkpoint, &mut loader)?;
