@@ -14,9 +14,11 @@ mod watch;
 
 use std::any::Any;
 
+use burn_backend::TensorMetadata;
+
 use crate::comm::{CommHandle, ExchangePlan};
 use crate::error::Result;
-use crate::kernels::raw::CudaTensor;
+use crate::kernels::raw::{self, CudaTensor};
 
 /// What a device transport does with tensors. Every rank calls the same operations in the same order.
 trait DeviceCommunicator {
@@ -35,6 +37,14 @@ fn device(comm: &CommHandle) -> Option<&dyn DeviceCommunicator> {
     }
     any.downcast_ref::<peer::PeerCommunicator>()
         .map(|peer| peer as &dyn DeviceCommunicator)
+}
+
+/// [`raw::dense`]; without elements there is nothing to copy, and a copy of nothing is an invalid launch.
+fn dense(tensor: CudaTensor) -> CudaTensor {
+    match tensor.shape().num_elements() {
+        0 => output(&tensor, tensor.shape().as_slice()),
+        _ => raw::dense(tensor),
+    }
 }
 
 /// A dense tensor of `shape`; one without elements has an address, too.

@@ -17,10 +17,10 @@ use cubecl::cuda::CudaDevice;
 use api::Elem;
 use group::Group;
 
-use super::{DeviceCommunicator, output};
+use super::{DeviceCommunicator, dense, output};
 use crate::comm::{Communicator, ExchangePlan, Ranks};
 use crate::error::{OpError, Result};
-use crate::kernels::raw::{self, CudaTensor};
+use crate::kernels::raw::CudaTensor;
 
 /// Longest wait for the other ranks on the device unless told otherwise.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
@@ -114,7 +114,7 @@ impl NcclCommunicator {
     /// # Errors
     /// When the job has ended.
     pub fn broadcast(&self, tensor: CudaTensor, root: usize) -> Result<CudaTensor> {
-        let tensor = raw::dense(tensor);
+        let tensor = dense(tensor);
         let out = output(&tensor, tensor.shape().as_slice());
         let bytes = tensor.shape().num_elements() * tensor.dtype.size();
         self.group.enqueue(
@@ -148,7 +148,7 @@ fn elem(dtype: DType) -> Elem {
 
 impl DeviceCommunicator for NcclCommunicator {
     fn exchange_rows(&self, rows: CudaTensor, plan: &ExchangePlan) -> Result<CudaTensor> {
-        let rows = raw::dense(rows);
+        let rows = dense(rows);
         let width = rows.shape()[1];
         let row = width * rows.dtype.size();
         let out = output(&rows, &[plan.recv.iter().sum(), width]);
@@ -173,7 +173,7 @@ impl DeviceCommunicator for NcclCommunicator {
     }
 
     fn all_reduce(&self, flat: CudaTensor) -> Result<CudaTensor> {
-        let flat = raw::dense(flat);
+        let flat = dense(flat);
         let (count, elem) = (flat.shape().num_elements(), elem(flat.dtype));
         let out = output(&flat, &[count]);
         self.group.enqueue(
@@ -185,7 +185,7 @@ impl DeviceCommunicator for NcclCommunicator {
     }
 
     fn reduce_scatter(&self, flat: CudaTensor) -> Result<CudaTensor> {
-        let flat = raw::dense(flat);
+        let flat = dense(flat);
         let (share, elem) = (flat.shape().num_elements() / self.world(), elem(flat.dtype));
         let out = output(&flat, &[share]);
         self.group.enqueue(
@@ -197,7 +197,7 @@ impl DeviceCommunicator for NcclCommunicator {
     }
 
     fn all_gather(&self, share: CudaTensor) -> Result<CudaTensor> {
-        let share = raw::dense(share);
+        let share = dense(share);
         let count = share.shape().num_elements();
         let bytes = count * share.dtype.size();
         let out = output(&share, &[count * self.world()]);

@@ -18,10 +18,10 @@ use arena::Arena;
 use kernels::{Exchange, MAX_RANKS, unit};
 
 use super::watch::{Watch, place};
-use super::{DeviceCommunicator, output, runner};
+use super::{DeviceCommunicator, dense, output, runner};
 use crate::comm::{Communicator, ExchangePlan, Ranks};
 use crate::error::{OpError, Result};
-use crate::kernels::raw::{self, CudaTensor};
+use crate::kernels::raw::CudaTensor;
 
 /// Longest wait for the other ranks on the device unless told otherwise.
 const DEFAULT_TIMEOUT: Duration = Duration::from_secs(600);
@@ -238,7 +238,7 @@ impl PeerCommunicator {
 
 impl DeviceCommunicator for PeerCommunicator {
     fn exchange_rows(&self, rows: CudaTensor, plan: &ExchangePlan) -> Result<CudaTensor> {
-        let rows = raw::dense(rows);
+        let rows = dense(rows);
         let width = rows.shape()[1];
         let row = width * rows.dtype.size();
         let received: usize = plan.recv.iter().sum();
@@ -265,7 +265,7 @@ impl DeviceCommunicator for PeerCommunicator {
 
     fn all_reduce(&self, flat: CudaTensor) -> Result<CudaTensor> {
         let (len, world) = (flat.shape().num_elements(), self.world());
-        let flat = raw::dense(flat);
+        let flat = dense(flat);
         // Shares of equal length; the last ones may reach behind the end, into padding of the copy.
         let share = len.div_ceil(world).next_multiple_of(4);
         let padded = output(&flat, &[share * world]);
@@ -282,7 +282,7 @@ impl DeviceCommunicator for PeerCommunicator {
     }
 
     fn reduce_scatter(&self, flat: CudaTensor) -> Result<CudaTensor> {
-        let flat = raw::dense(flat);
+        let flat = dense(flat);
         let (world, size) = (self.world(), flat.dtype.size());
         let share = flat.shape().num_elements() / world;
         let out = output(&flat, &[share]);
@@ -308,7 +308,7 @@ impl DeviceCommunicator for PeerCommunicator {
     }
 
     fn all_gather(&self, share: CudaTensor) -> Result<CudaTensor> {
-        let share = raw::dense(share);
+        let share = dense(share);
         let (world, size) = (self.world(), share.dtype.size());
         let len = share.shape().num_elements();
         let out = output(&share, &[len * world]);
