@@ -203,7 +203,7 @@ impl MemoryPlan {
                 gib(self.optimizer)
             ),
             format!(
-                "at most the {:.1} GiB of the device: spread the experts over more ranks, keep moments in the dtype of the parameters or in 8 bits, or leave the fp32 copy of the weights out",
+                "at most the {:.1} GiB of the device: spread the experts over more ranks, keep moments in the dtype of the parameters or in 8 bits, leave the fp32 copy of the weights out, or update in the backward",
                 gib(available)
             ),
         ))
