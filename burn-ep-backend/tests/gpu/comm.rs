@@ -318,7 +318,7 @@ fn lost(comm: &CommHandle, device: &CudaDevice, job: &Path) -> String {
     for round in 0.. {
         let sum = ops::all_reduce(flat(&values(rank, 1 << 16, round), device), comm);
         // Reading waits for the device: a kernel that waits for a dead rank would hold it for ever.
-        match sum.map(|sum| host(sum.slice([0..1]))).and_then(|_| comm.check()) {
+        match sum.map(|sum| host(sum.narrow(0, 0, 1))).and_then(|_| comm.check()) {
             Ok(()) if round == 5 => std::fs::write(job.join(format!("started{rank}")), "").unwrap(),
             Ok(()) => {}
             Err(error) => return error.to_string(),
