@@ -241,29 +241,28 @@ impl GenerationOverrides {
         options.max_new_tokens = limit.unwrap_or(options.max_new_tokens);
         options.validate()?;
 
-        let line = |name: &str, value: &dyn std::fmt::Display, given: bool| {
-            let from = match (given, file) {
+        let neutral = GenerateOptions::default();
+        let line = |name: &str, value: f64, given: bool, neutral: f64| {
+            let from = match (given, value == neutral) {
                 (true, _) => "given",
-                (false, Some(_)) => FILE,
-                (false, None) => "default",
+                (false, true) => "default",
+                (false, false) => FILE,
             };
             format!("{name} {value} ({from})")
         };
         let mut taken = match greedy {
-            true => vec![line("greedy, temperature", &0, self.temperature.is_some())],
+            true => vec![line("greedy, temperature", 0.0, self.temperature.is_some(), 0.0)],
             false => vec![
-                line("temperature", &options.temperature, self.temperature.is_some()),
-                line("top_k", &options.top_k, self.top_k.is_some()),
-                line("top_p", &options.top_p, self.top_p.is_some()),
-                line("min_p", &options.min_p, self.min_p.is_some()),
+                line("temperature", options.temperature, self.temperature.is_some(), neutral.temperature),
+                line("top_k", options.top_k as f64, self.top_k.is_some(), neutral.top_k as f64),
+                line("top_p", options.top_p, self.top_p.is_some(), neutral.top_p),
+                line("min_p", options.min_p, self.min_p.is_some(), neutral.min_p),
             ],
         };
-        taken.push(line(
-            "repetition_penalty",
-            &options.repetition_penalty,
-            self.repetition_penalty.is_some(),
-        ));
-        taken.push(line("at most", &options.max_new_tokens, self.max_new_tokens.is_some()) + " tokens");
+        let (penalty, penalty_given) = (options.repetition_penalty, self.repetition_penalty.is_some());
+        taken.push(line("repetition_penalty", penalty, penalty_given, neutral.repetition_penalty));
+        let (most, most_given) = (options.max_new_tokens as f64, self.max_new_tokens.is_some());
+        taken.push(line("at most", most, most_given, neutral.max_new_tokens as f64) + " tokens");
         Ok((options, taken.join(", ")))
     }
 }
