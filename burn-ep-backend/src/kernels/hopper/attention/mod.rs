@@ -31,7 +31,7 @@ enum Masking {
     /// Causal over the whole row.
     Causal,
     /// From tables on the device.
-    Tables(Ranges),
+    Tables(Box<Ranges>),
     /// Causal with a window, from the positions.
     Window,
 }
@@ -43,7 +43,7 @@ impl Masking {
         match (by_position, hides(desc, shape)) {
             (true, false) => Self::Causal,
             (true, true) if window => Self::Window,
-            _ => Self::Tables(Ranges::new(like, shape, mask, scalars)),
+            _ => Self::Tables(Box::new(Ranges::new(like, shape, mask, scalars))),
         }
     }
 
