@@ -42,12 +42,21 @@ def run(command, limit):
         return {"failed": f"no result after {limit:.0f} s"}
     lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
     if done.returncode or not lines:
-        last = (done.stderr.strip().splitlines() or ["no output"])[-1]
-        return {"failed": f"exit code {done.returncode}: {last[:300]}"}
+        print(done.stderr[-8000:], file=sys.stderr, flush=True)
+        return {"failed": f"exit code {done.returncode}: {reason(done.stderr)[:400]}"}
     result = json.loads(lines[-1])
     result["wall_seconds"] = time.time() - start
     print(f"  {result['wall_seconds']:.0f} s", file=sys.stderr, flush=True)
     return result
+
+
+def reason(stderr):
+    """The message of a panic or of a Python exception; else the last line."""
+    lines = [line.strip() for line in stderr.splitlines() if line.strip()]
+    for at, line in enumerate(lines):
+        if "panicked at" in line:
+            return " ".join(lines[at : at + 3])
+    return lines[-1] if lines else "no output"
 
 
 def write(args, name, lines):
