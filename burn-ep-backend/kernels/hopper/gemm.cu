@@ -304,7 +304,6 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
         for (int p = 0; p < PHASES; ++p) out.phase(pend, p);
         if (!more) break;
         out.rows = 0;
-        if (t.k1 - t.k0 > 2 * BK) skew_wait();           // (only the second warpgroup can be here)
         for (int kx = t.k0; kx < t.k1; kx += BK) {       // pass the stages on, leave the tensor cores to the other warpgroup
           bar_wait(full + 8 * s, ph);
           release(empty + 8 * s, lane);
@@ -325,11 +324,6 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
 #if PROFILE
       blocks += k_blocks;
 #endif
-      // The second warpgroup starts a tile when the first one has finished a k block of it: half a k block later, as each of them
-      // alone keeps the tensor cores busy. So one multiplies while the other converts its finished tile. (With two k blocks or
-      // fewer the first could meet the barrier twice.)
-      const bool skewed = k_blocks > 2;
-      if (wg == 2 && skewed) skew_wait();
       int prev = 0, kb = 0;
       auto step = [&]() {
         bar_wait(full + 8 * s, ph);
@@ -344,7 +338,6 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
         if (kb > 0) {                                    // the previous block's products are done: hand its stage back
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
           release(empty + 8 * prev, lane);
-          if (kb == 1 && wg == 1 && skewed) skew_arrive();
         }
         prev = s;
         if (++s == STAGES) { s = 0; ph ^= 1; }

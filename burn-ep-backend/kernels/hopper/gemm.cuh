@@ -51,9 +51,7 @@ struct Info { u64 groups, m, n, k, raster, ld, top_k, alpha, limit; };
 #define TAB_OFF (BAR_OFF + 256 + 320 * BACKWARD) // unit prefix sums of the groups, int[groups + 1]
 #define PEND (F32 ? BN / 2 : BN / 4)            // 32-bit registers of a finished tile
 #define CHUNKS (PEND / 16)                      // a chunk is 16 of them: 128 bytes of columns
-#ifndef AHEAD
 #define AHEAD (3 * BK)                          // a loader asks for the next tile this long before the end of its tile
-#endif
 #define WRAP 0x40000000                         // ragged maps: see load_rows
 #define THREADS (BACKWARD ? 512 : 384)
 #if BACKWARD                                    // registers: 512 threads share 65536

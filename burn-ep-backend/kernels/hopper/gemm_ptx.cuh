@@ -56,14 +56,6 @@ __device__ __forceinline__ void st_matrix_trans(u32 addr, u32 a, u32 b, u32 c, u
   asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(addr), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }
 // the 128 threads of a warpgroup, each warpgroup its own barrier
 __device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" :: "r"(id) : "memory"); }
-// from the first multiplying warpgroup to the second
-#if SKEW
-__device__ __forceinline__ void skew_arrive() { asm volatile("bar.arrive 3, 256;" ::: "memory"); }
-__device__ __forceinline__ void skew_wait() { asm volatile("bar.sync 3, 256;" ::: "memory"); }
-#else
-__device__ __forceinline__ void skew_arrive() {}
-__device__ __forceinline__ void skew_wait() {}
-#endif
 __device__ __forceinline__ void ld_matrix(u32 addr, u32& a, u32& b, u32& c, u32& d) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(addr) : "memory"); }
 // one warp copies (or adds) up to 16 rows x 128 bytes from its swizzled slab to the output, 16 bytes a lane; ld and cols in 16-byte units

@@ -227,9 +227,6 @@ pub fn expert_mlp_backward<B>(
 where
     B: MoeBackend<FloatTensorPrimitive = CudaTensor, IntTensorPrimitive = CudaTensor>,
 {
-    if gemm::tried("unfused") {
-        return portable::expert_mlp_backward::<B>(grad, x, up, order, weights, experts, top_k, activation);
-    }
     let [grad, x, slots, offsets] = [cast(grad, x.dtype), x, order.slots_r.clone(), order.offsets_e1.clone()].map(dense);
     let grads = activation_backward(
         &grad,
@@ -259,14 +256,7 @@ where
         .up_bias
         .as_ref()
         .map(|bias| portable::sum_rows(grads.up.clone(), &rows, bias.dtype));
-    let [down, up] = if gemm::tried("permute") {
-        let rows = permute::permute(grad, slots.clone(), top_k);
-        let down = gemm::grouped_grad_weight(rows, grads.weighted_act, offsets.clone());
-        let rows = permute::permute(x, slots, top_k);
-        [down, gemm::grouped_grad_weight(grads.up.clone(), rows, offsets.clone())]
-    } else {
-        weight_grads(&grad, &x, &slots, top_k, grads.weighted_act, grads.up.clone(), &offsets)
-    };
+    let [down, up] = weight_grads(&grad, &x, &slots, top_k, grads.weighted_act, grads.up.clone(), &offsets);
     let grad_rows = gemm::grouped(Product::GradRows, grads.up, experts.up.clone(), offsets);
     ExpertMlpGrads {
         x_td: permute::unpermute(grad_rows, order.positions_r.clone(), None, None, top_k),

@@ -76,7 +76,7 @@ impl Config {
             product,
             bn,
             stages: 4,
-            cluster: if tried("cluster1") { 1 } else { 2 },
+            cluster: 2,
             gather: false,
             transposed: false,
             epilogue: 0,
@@ -110,12 +110,7 @@ impl Config {
         };
         let gather = u32::from(self.gather);
         // A backward epilogue has few phases, after each of which another warpgroup has work for several k blocks.
-        let mut spread = if self.is_backward() { 64 } else { 4 };
-        for n in [1, 2, 8] {
-            if tried(&format!("spread{n}")) && self.epilogue != 0 && !self.is_backward() {
-                spread = n;
-            }
-        }
+        let spread = if self.is_backward() { 64 } else { 4 };
         let [trans, bias, weighted] = [self.transposed, self.bias, self.weighted].map(u32::from);
         let defines = format!(
             "#define WGRAD {wgrad}\n#define B_MN {b_mn}\n#define GATHER {gather}\n#define TRANS {trans}\n#define BN {}\n#define STAGES {}\n#define CLUSTER {}\n\
@@ -123,19 +118,9 @@ impl Config {
              #define DYN 1\n#define SPREAD {spread}\n#define PROFILE 0\n#define ENTRY {ENTRY}\n",
             self.bn, self.stages, self.cluster, self.epilogue
         );
-        let ahead = if tried("ahead0") { "#define AHEAD 0\n" } else { "" };
-        let skew = if tried("skew1") { "#define SKEW 1\n" } else { "#define SKEW 0\n" };
-        let defines = defines + ahead + skew;
         let threads = if self.is_backward() { 512 } else { 384 };
         RawKernel::new(defines + &SOURCE.concat(), ENTRY, threads, self.smem(groups))
     }
-}
-
-/// Whether a word stands in `EXPERTS_TRY`.
-pub fn tried(word: &str) -> bool {
-    static WORDS: std::sync::OnceLock<String> = std::sync::OnceLock::new();
-    let words = WORDS.get_or_init(|| std::env::var("EXPERTS_TRY").unwrap_or_default());
-    words.split(',').any(|w| w == word)
 }
 
 /// Whether the kernel can run a problem of these widths and this many groups.
@@ -271,7 +256,6 @@ pub(super) fn gathered_grad_weight(
 pub(super) fn launch(config: Config, like: &CudaTensor, maps: Vec<TensorMapBinding>, buffers: &[&Handle], sizes: Sizes) {
     /// Row tiles of a band in which blocks share operands through L2.
     const RASTER: u64 = 8;
-    let raster = [2, 4, 16, 32].into_iter().find(|n| tried(&format!("raster{n}"))).unwrap_or(RASTER);
     let grid = raw::multiprocessors(&like.client) / config.cluster * config.cluster;
     let Sizes {
         groups,
@@ -285,7 +269,7 @@ pub(super) fn launch(config: Config, like: &CudaTensor, maps: Vec<TensorMapBindi
     } = sizes;
     let [groups_, m, n, k, stride, top_k] = [groups, m, n, k, stride, top_k].map(|size| size as u64);
     let [alpha, limit] = [alpha, limit].map(|number| u64::from(number.to_bits()));
-    let scalars = vec![groups_, m, n, k, raster, stride, top_k, alpha, limit];
+    let scalars = vec![groups_, m, n, k, RASTER, stride, top_k, alpha, limit];
     config.kernel(groups).launch(&like.client, grid, maps, buffers, scalars);
 }
 
