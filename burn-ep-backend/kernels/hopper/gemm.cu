@@ -299,16 +299,32 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
 #endif
     bool more = sched.locate_unit(t, READER);
     for (;;) {
-      if (!more || t.row_end - t.row0 <= (wg - 1) * 64) {  // the end, or a short last tile of which no row is ours:
+      if (!more) {
         #pragma unroll
         for (int p = 0; p < PHASES; ++p) out.phase(pend, p);
-        if (!more) break;
-        out.rows = 0;
-        for (int kx = t.k0; kx < t.k1; kx += BK) {       // pass the stages on, leave the tensor cores to the other warpgroup
+        break;
+      }
+      const int k_blocks = (t.k1 - t.k0 + BK - 1) / BK;
+      const int gap = min(max(k_blocks / PHASES, 1), SPREAD);          // k blocks between phases
+      if (t.row_end - t.row0 <= (wg - 1) * 64) {         // a short last tile of which the second warpgroup has no row:
+        int kb = 0;                                      // pass the stages on, leave the tensor cores to the first
+        auto pass = [&]() {
           bar_wait(full + 8 * s, ph);
           release(empty + 8 * s, lane);
           if (++s == STAGES) { s = 0; ph ^= 1; }
+          ++kb;
+        };
+        // The pending tile leaves at the pace of the first warpgroup's. Backward takes their slabs by turns: all phases at once
+        // would wait for a slab that the first hands on many k blocks later, and it for the stages that are not passed on.
+        #pragma unroll
+        for (int p = 0; p < PHASES; ++p) {
+          #pragma unroll 1
+          for (int i = 0; i < gap && kb < k_blocks; ++i) pass();
+          out.phase(pend, p);
         }
+        #pragma unroll 1
+        while (kb < k_blocks) pass();
+        out.rows = 0;
         more = sched.next(t, READER);
         continue;
       }
@@ -320,7 +336,6 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
 #if BIAS || TRANS
       const int group = t.group;
 #endif
-      const int k_blocks = (t.k1 - t.k0 + BK - 1) / BK;
 #if PROFILE
       blocks += k_blocks;
 #endif
@@ -345,7 +360,6 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
       };
       // Deferred epilogue: the finished tile leaves in chunks behind the first k blocks of the next tile, so the tensor
       // cores do not wait for it.
-      const int gap = min(max(k_blocks / PHASES, 1), SPREAD);          // k blocks between phases
       #pragma unroll
       for (int p = 0; p < PHASES; ++p) {
         #pragma unroll 1
