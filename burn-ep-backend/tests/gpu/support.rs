@@ -48,8 +48,10 @@ pub fn compare(name: &str, gpu: Vec<Vec<f32>>, exact: Vec<Vec<f32>>, plain: Vec<
     for (i, ((g, e), p)) in gpu.iter().zip(&exact).zip(&plain).enumerate() {
         let (ours, theirs) = (relative(g, e), relative(p, e));
         println!("{name} output {i}: {ours:.2e} (plain bf16 {theirs:.2e})");
+        // Of a handful of numbers (the gradient of one sink per head) neither error averages out: one rounding is up to 2^-8.
+        let floor = if e.len() < 16 { 1.0 / 256.0 } else { 2e-3 };
         assert!(
-            ours <= 2.0 * theirs + 2e-3,
+            ours <= 2.0 * theirs + floor,
             "{name} output {i}: error {ours:.3e}, plain bf16 path {theirs:.3e}"
         );
     }

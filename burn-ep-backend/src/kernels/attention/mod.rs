@@ -162,7 +162,7 @@ pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDes
     let hopper = hopper::is_hopper(q) && hopper::attention::supports_backward(q, k, v, desc, deterministic);
     tracing::debug!(op = "attention_backward", hopper, deterministic, shape = ?Shape::of(q, k, v));
     match hopper {
-        true => hopper::attention::backward(grad, saved, mask, desc, deterministic),
+        true => hopper::attention::backward(grad, saved, mask, desc),
         false => portable::backward(grad, saved, mask, desc),
     }
 }
@@ -173,8 +173,8 @@ thread_local! {
 }
 
 /// Whether the gradients of attention must be the same to the last bit in every run: `BURN_MOE_DETERMINISTIC=1`, or what
-/// [`with_deterministic`] says. On Hopper the split backward then replaces the one in one pass, which is faster but sums by
-/// atomics, or for different head sizes of keys and values the portable one does.
+/// [`with_deterministic`] says. On Hopper the portable backward then replaces the one in one pass, which is faster but sums by
+/// atomics; in small windows the backward has no atomics anyway.
 pub fn deterministic() -> bool {
     static SET: OnceLock<bool> = OnceLock::new();
     let set = || *SET.get_or_init(|| std::env::var("BURN_MOE_DETERMINISTIC").is_ok_and(|value| value == "1"));

@@ -12,10 +12,11 @@ const MAIN: &str = include_str!("../../../../kernels/hopper/attention_backward.c
 const LATENT: &str = include_str!("../../../../kernels/hopper/attention_backward_latent.cu");
 const ENDS: &str = include_str!("../../../../kernels/hopper/attention_backward_ends.cu");
 
-/// Whether the backward covers such a call too. With different head sizes of keys and values there is no deterministic kernel.
+/// Whether the backward covers such a call too. Of the deterministic ones only small windows do: beyond them the split backward
+/// did not end on an H200.
 pub fn supports_backward(q: &CudaTensor, k: &CudaTensor, v: &CudaTensor, desc: &AttentionDesc, deterministic: bool) -> bool {
-    let Shape { dk, dv, .. } = Shape::of(q, k, v);
-    super::supports(q, k, v, desc) && Tile::of(dk, dv).is_some_and(|tile| tile.dk == tile.dv || !deterministic)
+    let shape = Shape::of(q, k, v);
+    super::supports(q, k, v, desc) && Tile::of(shape.dk, shape.dv).is_some_and(|tile| !deterministic || small_window(desc, &shape, tile))
 }
 
 /// The kernels of one backward.
@@ -57,10 +58,10 @@ impl Kernels {
 }
 
 /// See [`crate::kernels::attention::backward`].
-pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDesc, deterministic: bool) -> Grads {
+pub fn backward(grad: CudaTensor, saved: Saved, mask: &Mask, desc: &AttentionDesc) -> Grads {
     let shape = Shape::of(&saved.q, &saved.k, &saved.v);
     let tile = Tile::of(shape.dk, shape.dv).expect("sizes that `supports_backward` let pass");
-    if deterministic || small_window(desc, &shape, tile) {
+    if small_window(desc, &shape, tile) {
         return split::backward(grad, saved, mask, desc, tile);
     }
     let (q, k, v) = (raw::mappable(saved.q), raw::mappable(saved.k), raw::mappable(saved.v));

@@ -3,7 +3,7 @@
 //! Head sizes up to 128 in multiples of 8, and up to 192/128 (multi-head latent attention); grouped query heads, causal or
 //! not, sliding window, sink logit with its gradient, packed documents, padding, keys of earlier tokens. Blocks of keys that no
 //! query of a tile sees are skipped; windows up to [`SMALL_WINDOW`] keys take smaller tiles. The one-pass backward adds dQ, and
-//! dK and dV, with fp32 atomics, so it is not reproducible to the last bit; the split one is, and also serves small windows.
+//! dK and dV, with fp32 atomics, so it is not reproducible to the last bit; the split one is, and serves small windows.
 
 mod backward;
 mod split;
