@@ -36,13 +36,13 @@ template <bool MC> __device__ __forceinline__ void load_b(u32 sb, const TensorMa
 }
 
 // ---- kernel -------------------------------------------------------------------------------------------------------
-extern "C" __global__ void __launch_bounds__(THREADS, 1)
+extern "C" __global__ void __launch_bounds__(384, 1)
 #if CLUSTER == 2
 __cluster_dims__(2, 1, 1)
 #endif
 ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRAD: ragged view of [rows, M], box 1 x 1 x 64 x 64; unused if gathered
       const __grid_constant__ TensorMap map_b,    // [groups, N, K] box 1 x BN/2 x 64; B_MN: [groups, K, N] box 1 x B_BOX_K x 64; WGRAD: ragged [rows, N] box 1 x 1 x B_BOX_K x 64
-      const __grid_constant__ TensorMap map_d,    // [rows, N] ([groups M, N]), box 16 x 128 bytes; TRANS: [groups, N, M], box 1 x 64 x 64; EPI: [rows, halves, columns], box 16 x 1 x 64
+      const __grid_constant__ TensorMap map_d,    // [rows, N] ([groups M, N]), box 16 x 128 bytes; EPI: [rows, halves, columns], box 16 x 1 x 64
 #if EPI
       const __grid_constant__ TensorMap map_h,    // like map_d
 #endif
@@ -91,12 +91,12 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
       bar_init(empty + 8 * s, 8 * CLUSTER);              // one lane of each consumer warp of every block that reads or shares it
     }
 #if BACKWARD
-    for (int i = 0; i < 40; ++i) bar_init(base + HAND_OFF + 8 * i, 1);
+    for (int i = 0; i < 8; ++i) bar_init(base + BAR_OFF + 64 + 8 * i, 1);
 #endif
 #if DYN
     for (int i = 0; i < QUEUE; ++i) {
       bar_init(base + QUEUE_OFF + 8 * i, 1);
-      bar_init(base + QUEUE_OFF + 8 * (QUEUE + i), CLUSTER * (8 + (GATHER ? 4 : 1) + 4 * BACKWARD));   // one lane of each warp that reads the queue
+      bar_init(base + QUEUE_OFF + 8 * (QUEUE + i), CLUSTER * (8 + (GATHER ? 4 : 1)));   // one lane of each warp that reads the queue
     }
 #endif
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -141,10 +141,7 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGS_LOAD));
 #if !GATHER
     if (threadIdx.x == 0) {
-      bool ok = sched.locate_unit(t, role);
-      while (ok) {
-        Tile ahead;
-        bool asked = false;
+      for (bool ok = sched.locate_unit(t, role); ok; ok = sched.next(t, role)) {
         for (int kx = t.k0; kx < t.k1; kx += BK) {
           const u32 sa = base + s * STAGE_BYTES, sb = sa + A_BYTES, bar = full + 8 * s;
           bar_wait(empty + 8 * s, ph ^ 1);
@@ -162,10 +159,7 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
           load_b<false>(sb, &map_b, bar, t, kx, 0, n); load_b<false>(sb, &map_b, bar, t, kx, 1, n);
 #endif
           if (++s == STAGES) { s = 0; ph ^= 1; }
-          if (!asked && kx + AHEAD >= t.k1) { asked = true; ok = sched.next(ahead, role); }
         }
-        if (!asked) ok = sched.next(ahead, role);        // an empty group
-        t = ahead;
       }
     }
 #else
@@ -177,65 +171,40 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
     const int chunk = threadIdx.x & 7, r0 = threadIdx.x >> 3, top_k = (int)info.top_k;
     const u32 dst0 = (u32)(r0 * 128 + ((chunk ^ (r0 & 7)) << 4));
 #if WGRAD
-    int src[4];                                          // rows of the next block in `slots`, fetched behind this one's copies
-    auto fetch = [&](int from, int end) {
+    for (bool ok = sched.locate_unit(t, role); ok; ok = sched.next(t, role)) {
+      int src[4];
       #pragma unroll
-      for (int i = 0; i < 4; ++i) { const int r = from + r0 + 16 * i; src[i] = r < end ? __ldg(slots + r) : -1; }
-    };
-    bool ok = sched.locate_unit(t, role);
-    if (ok) fetch(t.k0, t.k1);
-    while (ok) {
-      const int col = t.m0 + chunk * 8, m = (int)info.m;
-      Tile ahead;
-      bool asked = false;
+      for (int i = 0; i < 4; ++i) { const int r = t.k0 + r0 + 16 * i; src[i] = r < t.k1 ? __ldg(slots + r) / top_k : -1; }
       for (int kx = t.k0; kx < t.k1; kx += BK) {
         const u32 sa = base + s * STAGE_BYTES, sb = sa + A_BYTES, bar = full + 8 * s;
+        int nxt[4];                                      // the next block's rows, fetched behind this one's copies
         #pragma unroll
-        for (int i = 0; i < 4; ++i) src[i] = src[i] < 0 ? -1 : src[i] / top_k;
+        for (int i = 0; i < 4; ++i) { const int r = kx + BK + r0 + 16 * i; nxt[i] = r < t.k1 ? __ldg(slots + r) / top_k : -1; }
         bar_wait(empty + 8 * s, ph ^ 1);
         if (threadIdx.x == 0) {
-          bar_expect(bar, B_BYTES);
-#if CLUSTER == 2
-          if (!t.share_a) load_b<true>(sb, &map_b, bar, t, kx, rank, n);
-          else
-#endif
-          { load_b<false>(sb, &map_b, bar, t, kx, 0, n); load_b<false>(sb, &map_b, bar, t, kx, 1, n); }
+          bar_expect(bar, A_BYTES);
+          load_a<false>(sa, &map_a, bar, t, kx, 0); load_a<false>(sa, &map_a, bar, t, kx, 1);
         }
+        const int col = t.col0 + chunk * 8;
         #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const unsigned short* p = a + (u64)(src[i] < 0 ? 0 : src[i]) * info.ld + col;
+          const unsigned short* p = b + (u64)(src[i] < 0 ? 0 : src[i]) * info.ld + col;
           #pragma unroll
-          for (int j = 0; j < 2; ++j) {                  // 64 columns of the tile each
-            const u32 bytes = (src[i] >= 0 && col + j * 64 < m) ? 16 : 0;   // 0: the destination is zero-filled
-            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(sa + dst0 + i * 2048 + j * 8192), "l"(bytes ? p + j * 64 : a), "r"(bytes) : "memory");
+          for (int j = 0; j < BN / 64; ++j) {
+            const u32 bytes = (src[i] >= 0 && col + j * 64 < n) ? 16 : 0;   // 0: the destination is zero-filled
+            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" :: "r"(sb + dst0 + i * 2048 + j * 8192), "l"(bytes ? p + j * 64 : b), "r"(bytes) : "memory");
           }
+          src[i] = nxt[i];
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(bar) : "memory");
         if (++s == STAGES) { s = 0; ph ^= 1; }
-        if (!asked && kx + AHEAD >= t.k1) { asked = true; ok = sched.next(ahead, role); }
-        if (kx + BK < t.k1) fetch(kx + BK, t.k1);
-        else if (ok) fetch(ahead.k0, ahead.k1);
       }
-      if (!asked) {                                      // an empty group
-        ok = sched.next(ahead, role);
-        if (ok) fetch(ahead.k0, ahead.k1);
-      }
-      t = ahead;
     }
 #else
-    int slot[8];                                         // of the next tile
-    auto fetch = [&](const Tile& t) {
-      #pragma unroll
-      for (int i = 0; i < 8; ++i) { const int r = t.row0 + r0 + 16 * i; slot[i] = r < t.row_end ? __ldg(slots + r) : -1; }
-    };
-    bool ok = sched.locate_unit(t, role);
-    if (ok) fetch(t);
-    while (ok) {
+    for (bool ok = sched.locate_unit(t, role); ok; ok = sched.next(t, role)) {
       int src[8];
       #pragma unroll
-      for (int i = 0; i < 8; ++i) src[i] = slot[i] < 0 ? -1 : slot[i] / top_k;
-      Tile ahead;
-      bool asked = false;
+      for (int i = 0; i < 8; ++i) { int r = t.row0 + r0 + 16 * i; src[i] = r < t.row_end ? __ldg(slots + r) / top_k : -1; }
       for (int kx = 0; kx < t.k1; kx += BK) {
         const u32 sa = base + s * STAGE_BYTES, sb = sa + A_BYTES, bar = full + 8 * s;
         bar_wait(empty + 8 * s, ph ^ 1);
@@ -256,9 +225,7 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
         }
         asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" :: "r"(bar) : "memory");
         if (++s == STAGES) { s = 0; ph ^= 1; }
-        if (!asked && kx + AHEAD >= t.k1) { asked = true; ok = sched.next(ahead, role); if (ok) fetch(ahead); }
       }
-      t = ahead;
     }
 #endif
     asm volatile("cp.async.wait_all;" ::: "memory");
@@ -269,27 +236,24 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
       if (atomicAdd(counter + 1, 1u) == (u32)sched.step - 1) { atomicExch(counter, 0u); atomicExch(counter + 1, 0u); }
     }
 #endif
-  } else if (wg < 3) {
+  } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGS_MATH));
     const int w8 = warp - 4;                             // consumer warp 0..7: rows 16 w8 .. 16 w8 + 15 of the tile
     const u64 desc_a = smem_desc(base + (u32)(wg - 1) * (A_BYTES / 2), A_MN), desc_b = smem_desc(base + A_BYTES, BT);
     Writer out;
-    out.n = n; out.lane = lane; out.rows = 0;
-#if TRANS
-    out.slab = base + STAGES * STAGE_BYTES + (u32)(wg - 1) * (4 * OUT_BUFS * OUT_SLAB);
-    out.map = &map_d; out.buf = 0; out.warp = warp & 3; out.id = wg;
-#elif BACKWARD
     out.slab = base + STAGES * STAGE_BYTES + (u32)w8 * (OUT_BUFS * OUT_SLAB);
-    out.bars = base + HAND_OFF + 32 * w8; out.count = 0;
-#else
-    out.slab = base + STAGES * STAGE_BYTES + (u32)w8 * (OUT_BUFS * OUT_SLAB);
-    out.map = &map_d; out.d = d; out.buf = 0;
-#endif
-#if EPI && !BACKWARD
+    out.map = &map_d; out.d = d; out.n = n; out.lane = lane; out.buf = 0; out.rows = 0;
+#if EPI
     out.map_h = &map_h; out.h = h; out.alpha = __uint_as_float((u32)info.alpha); out.limit = __uint_as_float((u32)info.limit);
 #endif
 #if BIAS
     out.bias = bias;
+#endif
+#if BACKWARD
+    out.map_p = &map_p; out.parity = 0; out.bar = base + BAR_OFF + 64 + 8 * w8;
+#endif
+#if WEIGHTED
+    out.slots = slots; out.w = w; out.dw = dw;
 #endif
     float acc[BN / 2];
     u32 pend[PEND];                                      // the finished tile (bf16 pairs, or fp32), waiting to be stored
@@ -299,43 +263,24 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
 #endif
     bool more = sched.locate_unit(t, READER);
     for (;;) {
-      if (!more) {
+      if (!more || t.row_end - t.row0 <= (wg - 1) * 64) {  // the end, or a short last tile of which no row is ours:
         #pragma unroll
         for (int p = 0; p < PHASES; ++p) out.phase(pend, p);
-        break;
-      }
-      const int k_blocks = (t.k1 - t.k0 + BK - 1) / BK;
-      const int gap = min(max(k_blocks / PHASES, 1), SPREAD);          // k blocks between phases
-      if (t.row_end - t.row0 <= (wg - 1) * 64) {         // a short last tile of which the second warpgroup has no row:
-        int kb = 0;                                      // pass the stages on, leave the tensor cores to the first
-        auto pass = [&]() {
+        if (!more) break;
+        out.rows = 0;
+        for (int kx = t.k0; kx < t.k1; kx += BK) {       // pass the stages on, leave the tensor cores to the other warpgroup
           bar_wait(full + 8 * s, ph);
           release(empty + 8 * s, lane);
           if (++s == STAGES) { s = 0; ph ^= 1; }
-          ++kb;
-        };
-        // The pending tile leaves at the pace of the first warpgroup's. Backward takes their slabs by turns: all phases at once
-        // would wait for a slab that the first hands on many k blocks later, and it for the stages that are not passed on.
-        #pragma unroll
-        for (int p = 0; p < PHASES; ++p) {
-          #pragma unroll 1
-          for (int i = 0; i < gap && kb < k_blocks; ++i) pass();
-          out.phase(pend, p);
         }
-        #pragma unroll 1
-        while (kb < k_blocks) pass();
-        out.rows = 0;
         more = sched.next(t, READER);
         continue;
       }
-#if TRANS
-      const int row = t.m0 + (wg - 1) * 64, rows = (int)info.m - row, col0 = t.col0;
-#else
       const int row = t.row0 + w8 * 16, rows = t.row_end - row, col0 = t.col0;
-#endif
-#if BIAS || TRANS
+#if BIAS
       const int group = t.group;
 #endif
+      const int k_blocks = (t.k1 - t.k0 + BK - 1) / BK;
 #if PROFILE
       blocks += k_blocks;
 #endif
@@ -360,13 +305,15 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
       };
       // Deferred epilogue: the finished tile leaves in chunks behind the first k blocks of the next tile, so the tensor
       // cores do not wait for it.
+      const int gap = min(max(k_blocks / PHASES, 1), SPREAD);          // k blocks between phases
       #pragma unroll
       for (int p = 0; p < PHASES; ++p) {
-        #pragma unroll 1
-        for (int i = 0; i < gap && kb < k_blocks; ++i) step();
+#if SPREAD > 1
+        for (int i = 0; i < gap; ++i)
+#endif
+        if (kb < k_blocks) step();
         out.phase(pend, p);
       }
-      #pragma unroll 1
       while (kb < k_blocks) step();
       more = sched.next(t, READER);                              // hidden behind the last products
       asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
@@ -384,7 +331,7 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
 #endif
       }
       out.row = row; out.rows = rows; out.col0 = col0;
-#if BIAS || TRANS
+#if BIAS
       out.group = group;
 #endif
     }
@@ -397,21 +344,6 @@ ENTRY(const __grid_constant__ TensorMap map_a,    // [rows, K] box 64 x 64; WGRA
     }
 #endif
   }
-#if BACKWARD
-  else {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGS_STORE));
-    Backward work;
-    work.map = &map_d; work.map_h = &map_h; work.map_p = &map_p; work.d = d; work.h = h;
-    work.hands = base + STAGES * STAGE_BYTES; work.hand_bars = base + HAND_OFF;
-    work.p_slabs = work.hands + OUT_BYTES + (u32)(warp - 12) * (4 * OUT_SLAB); work.p_bars = base + HAND_OFF + 256 + 16 * (warp - 12);
-    work.n = n; work.lane = lane; work.e = warp - 12;
-    work.alpha = __uint_as_float((u32)info.alpha); work.limit = __uint_as_float((u32)info.limit);
-#if WEIGHTED
-    work.slots = slots; work.w = w; work.dw = dw;
-#endif
-    work.run(sched);
-  }
-#endif
 #if CLUSTER == 2
   __syncwarp();
   cluster_sync();                                        // no block leaves while the peer may still signal or fill its memory

@@ -7,8 +7,9 @@
 //   EPI 4, 5, 6 (their backward; B_MN and GATHER 1): the product is dH [rows, F]. From P = D of the forward and the weight w
 //           of row r, w[slots[r]] (1 without WEIGHTED):
 //           D[rows, product] = w dH dact/dP, in the order of P;   H[rows, F] = w act(P), the operand of the weight gradient;
-//           dw[r, block of 64 columns] = sum of dH act(P) over the block: partial sums, no atomics.
-//           A fourth warpgroup does this work while the others multiply the next tile: see Backward.
+//           dw[r, column tile] = sum of dH act(P) over the tile's columns: partial sums, no atomics.
+//           64 columns of dH take six phases: P is fetched by TMA into both buffers, changed in place 16 columns at a time,
+//           stored, and H goes out through the first buffer. Every phase hides behind a k block of the next tile.
 #if EPI
 // 1 / (1 + e^-x), two special-function instructions
 __device__ __forceinline__ float sigmoid(float x) {
@@ -24,29 +25,36 @@ __device__ __forceinline__ u32 word(u32 a, u32 b, u32 select) { u32 r; asm("prmt
 #define HALVES 1
 #endif
 #if EPI == 1
-#define PHASES (6 * (BN / 128))                          // for each 64 columns of F: gate, up, four times 16 columns of H
+#define PHASES (3 * (BN / 128))                          // gate, up, H for each 64 columns of F
 #elif EPI == 2
 #define PHASES (2 * CHUNKS)                              // product, H
 #elif EPI == 3
-#define PHASES (6 * (BN / 128))                          // 64 columns of the product, the next 64, four times 16 of their 64 of H
+#define PHASES (3 * (BN / 128))                          // 64 columns of the product, the next 64, their 64 of H
 #else
-#define PHASES CHUNKS                                    // 64 columns each
+#define STEPS 6                                          // fetch, four times 16 columns, H
+#define PHASES (STEPS * CHUNKS)
 #endif
 
-// A slab -> columns col .. of half `half` in a matrix [all rows, halves, width], rows row .. row + rows (16 at most).
-__device__ __forceinline__ void store_slab(const TensorMap* m, unsigned char* base, u32 src, int row, int rows, int col, int half, int halves, int width, int lane) {
-  if (rows >= 16) { if (lane == 0) tma_store_3d(m, src, col, half, row); }
-  else copy_rows(src, (uint4*)base + (((u64)row * halves + half) * width + col) / 8, halves * width / 8, (width - col) / 8, rows, lane);
-}
-
-#if !BACKWARD
 struct Writer {
   const TensorMap *map, *map_h; unsigned char *d, *h; u32 slab; int n, lane, buf, row, rows, col0;
   float alpha, limit;
 #if BIAS
   const float* bias; int group;
 #endif
+#if BACKWARD
+  const TensorMap* map_p; u32 bar, parity;
+#if WEIGHTED
+  const int* slots; const float* w; float* dw; float w0, w1, dot0, dot1;
+#endif
+#endif
 
+  // slab -> columns col .. of half `half` in a matrix [rows, halves, width]; the warp's writes to the slab end here
+  __device__ __forceinline__ void store(const TensorMap* m, unsigned char* base, u32 src, int col, int half, int halves, int width) {
+    if (rows >= 16) { if (lane == 0) tma_store_3d(m, src, col, half, row); }
+    else copy_rows(src, (uint4*)base + (((u64)row * halves + half) * width + col) / 8, halves * width / 8, (width - col) / 8, rows, lane);
+  }
+
+#if !BACKWARD
   __device__ __forceinline__ u32 open() {
     if (lane == 0) bulk_wait_read<OUT_BUFS - 1>();
     __syncwarp();
@@ -55,7 +63,7 @@ struct Writer {
   __device__ __forceinline__ void close(const TensorMap* m, unsigned char* base, u32 src, int col, int half, int halves, int width) {
     fence_async();
     __syncwarp();
-    store_slab(m, base, src, row, rows, col, half, halves, width, lane);
+    store(m, base, src, col, half, halves, width);
     if (lane == 0) bulk_commit();                        // also when empty: the count of groups must follow the count of buffers
     __syncwarp();
     buf ^= 1;
@@ -77,22 +85,24 @@ struct Writer {
     fill_slab(dst, v, lane);
     close(map, d, dst, col, half, HALVES, n);
   }
+#endif
 
 #if EPI == 1
   static __device__ __forceinline__ u32 act2(u32 g, u32 u) {
     const float a = bf_lo(g), b = bf_hi(g);
     return pack_bf16(a * sigmoid(a) * bf_lo(u), b * sigmoid(b) * bf_hi(u)); }
   __device__ __forceinline__ void phase(u32* pend, int p) {
-    u32 *g = pend + 16 * (p / 6), *u = g + BN / 8;
-    const int col = col0 + 64 * (p / 6);
+    u32 *g = pend + 16 * (p / 3), *u = g + BN / 8;
+    const int col = col0 + 64 * (p / 3);
     if (rows <= 0 || col >= n) return;                   // rows <= 0: nothing pending, or below the end of the group
-    if (p % 6 == 0) product(g, col, 0);
-    else if (p % 6 == 1) product(u, col, 1);
+    if (p % 3 == 0) product(g, col, 0);
+    else if (p % 3 == 1) product(u, col, 1);
     else {
-      const int j = p % 6 - 2;
-      const u32 dst = j == 0 ? open() : slab + buf * OUT_SLAB;
-      st_matrix(slab_addr(dst, j, lane), act2(g[4 * j], u[4 * j]), act2(g[4 * j + 1], u[4 * j + 1]), act2(g[4 * j + 2], u[4 * j + 2]), act2(g[4 * j + 3], u[4 * j + 3]));
-      if (j == 3) close(map_h, h, dst, col, 0, 1, n);
+      const u32 dst = open();
+      #pragma unroll
+      for (int j = 0; j < 4; ++j)
+        st_matrix(slab_addr(dst, j, lane), act2(g[4 * j], u[4 * j]), act2(g[4 * j + 1], u[4 * j + 1]), act2(g[4 * j + 2], u[4 * j + 2]), act2(g[4 * j + 3], u[4 * j + 3]));
+      close(map_h, h, dst, col, 0, 1, n);
     }
   }
 #elif EPI == 2
@@ -113,16 +123,15 @@ struct Writer {
     const float g = fminf(bf_lo(v), limit), u = fminf(fmaxf(bf_hi(v), -limit), limit);
     return (u + 1.f) * g * sigmoid(alpha * g); }
   __device__ __forceinline__ void phase(u32* pend, int p) {
-    u32* v = pend + 32 * (p / 6);
-    const int col = col0 + 128 * (p / 6);
+    u32* v = pend + 32 * (p / 3);
+    const int col = col0 + 128 * (p / 3);
     if (rows <= 0 || col >= n) return;
-    if (p % 6 < 2) { if (col + 64 * (p % 6) < n) product(v + 16 * (p % 6), col + 64 * (p % 6), 0); return; }
+    if (p % 3 < 2) { if (col + 64 * (p % 3) < n) product(v + 16 * (p % 3), col + 64 * (p % 3), 0); return; }
     // 8 columns of H come from two 8-column blocks of the product, of which lane q of four holds columns q and 4 + q of H.
     // Neighbours swap, so that even lanes hold columns q and q + 1, odd ones 4 + q - 1 and 4 + q: one word for each row.
-    const int j = p % 6 - 2;
-    const u32 dst = j == 0 ? open() : slab + buf * OUT_SLAB, odd = lane & 1, r = lane >> 2, q = lane & 3;
+    const u32 dst = open(), odd = lane & 1, r = lane >> 2, q = lane & 3;
     #pragma unroll
-    for (int m = 2 * j; m < 2 * j + 2; ++m) {
+    for (int m = 0; m < 8; ++m) {
       const u32 a = pack_bf16(act(v[4 * m]), act(v[4 * m + 1])), b = pack_bf16(act(v[4 * m + 2]), act(v[4 * m + 3]));
       const u32 other = __shfl_xor_sync(~0u, odd ? a : b, 1), own = odd ? b : a;
       const u32 first = odd ? other : own, second = odd ? own : other;
@@ -130,66 +139,9 @@ struct Writer {
       asm volatile("st.shared.u32 [%0], %1;" :: "r"(at), "r"(word(first, second, 0x5410)) : "memory");
       asm volatile("st.shared.u32 [%0], %1;" :: "r"(at + 1024), "r"(word(first, second, 0x7632)) : "memory");
     }
-    if (j == 3) close(map_h, h, dst, col / 2, 0, 1, n / 2);
+    close(map_h, h, dst, col / 2, 0, 1, n / 2);
   }
-#endif
-};
 #else
-// The multiplying warps only hand a finished tile on, 64 columns at a time, through two slabs of each warp.
-struct Writer {
-  u32 slab, bars; int n, lane, row, rows, col0; u32 count;  // bars: full and empty of slab 0, of slab 1; count: slabs handed on
-  __device__ __forceinline__ void phase(u32* pend, int c) {
-    if (rows <= 0 || col0 + 64 * c >= n) return;         // Backward skips the same ones
-    const u32 buf = count & 1, bar = bars + 16 * buf;
-    bar_wait(bar + 8, ((count >> 1) & 1) ^ 1);
-    fill_slab(slab + buf * OUT_SLAB, pend + 16 * c, lane);
-    __syncwarp();
-    if (lane == 0) bar_arrive(bar);
-    ++count;
-  }
-};
-
-// One warp of the fourth warpgroup: takes the slabs of multiplying warps `e` and `e + 4`. While it waits for a slab of dH,
-// TMA fetches the same rows and columns of P into one of two buffers; P and dH are changed in place to D and H and stored.
-struct Backward {
-  const TensorMap *map, *map_h, *map_p; unsigned char *d, *h;
-  u32 hands, hand_bars, p_slabs, p_bars; int n, lane, e;  // of the block: slabs and barriers of all warps; of this warp: two buffers of P
-  float alpha, limit;
-#if WEIGHTED
-  const int* slots; const float* w; float* dw; float w0, w1, next0, next1, dot0, dot1;
-#endif
-  int i, row, rows, col, warp; Tile t;                    // the slab whose P was fetched last; i: 2 chunk + (upper half of the tile)
-
-  // to the next slab that has rows and columns
-  __device__ __forceinline__ bool advance(Scheduler& sched) {
-    for (;;) {
-      if (++i == 2 * CHUNKS) { i = 0; if (!sched.next(t, READER)) return false; }
-      warp = e + 4 * (i & 1);
-      row = t.row0 + 16 * warp; rows = t.row_end - row; col = t.col0 + 64 * (i >> 1);
-      if (rows > 0 && col < n) return true;
-    }
-  }
-  __device__ __forceinline__ void fetch(u32 buf) {
-    if (lane == 0) {
-      const u32 bar = p_bars + 8 * buf, to = p_slabs + buf * (2 * OUT_SLAB);
-      bar_expect(bar, (EPI == 5 ? 1 : 2) * OUT_SLAB);
-#if EPI == 4
-      tma_load_3d<false>(to, map_p, bar, col, 0, row);
-      tma_load_3d<false>(to + OUT_SLAB, map_p, bar, col, 1, row);
-#elif EPI == 5
-      tma_load_3d<false>(to, map_p, bar, col, 0, row);
-#else
-      tma_load_3d<false>(to, map_p, bar, 2 * col, 0, row);
-      tma_load_3d<false>(to + OUT_SLAB, map_p, bar, 2 * col + 64, 0, row);
-#endif
-    }
-    __syncwarp();
-#if WEIGHTED
-    const int r = lane >> 2;
-    next0 = r < rows ? __ldg(w + __ldg(slots + row + r)) : 0.f;
-    next1 = r + 8 < rows ? __ldg(w + __ldg(slots + row + r + 8)) : 0.f;
-#endif
-  }
   __device__ __forceinline__ float weight(int s) const {
 #if WEIGHTED
     return s ? w1 : w0;
@@ -229,11 +181,34 @@ struct Backward {
     }
     y = pack_bf16(weight(s) * a[0], weight(s) * a[1]);
   }
-  // 16 columns, 8-column blocks 2 j and 2 j + 1, of dH in `hand` and P in `slab`
-  __device__ __forceinline__ void columns(u32 hand, u32 slab, int j) {
-    const u32 own = slab_addr(hand, j, lane);
-    u32 v[4];
-    ld_matrix(own, v[0], v[1], v[2], v[3]);
+  __device__ __forceinline__ void fetch(int col, bool first) {
+    fence_async();                                       // reads of the slabs by copy_rows
+    __syncwarp();
+    if (lane == 0) {
+      bulk_wait_read<0>();
+      bar_expect(bar, (EPI == 5 ? 1 : 2) * OUT_SLAB);
+#if EPI == 4
+      tma_load_3d<false>(slab, map_p, bar, col, 0, row);
+      tma_load_3d<false>(slab + OUT_SLAB, map_p, bar, col, 1, row);
+#elif EPI == 5
+      tma_load_3d<false>(slab, map_p, bar, col, 0, row);
+#else
+      tma_load_3d<false>(slab, map_p, bar, 2 * col, 0, row);
+      tma_load_3d<false>(slab + OUT_SLAB, map_p, bar, 2 * col + 64, 0, row);
+#endif
+    }
+    __syncwarp();
+#if WEIGHTED
+    if (first) {
+      const int r = lane >> 2;
+      w0 = r < rows ? __ldg(w + __ldg(slots + row + r)) : 0.f;
+      w1 = r + 8 < rows ? __ldg(w + __ldg(slots + row + r + 8)) : 0.f;
+      dot0 = dot1 = 0.f;
+    }
+#endif
+  }
+  // 16 columns: 8-column blocks 2 j and 2 j + 1, registers v[0..4]
+  __device__ __forceinline__ void columns(u32* v, int j) {
 #if EPI == 6
     const u32 r = lane >> 2, q = lane & 3;
     #pragma unroll
@@ -273,61 +248,54 @@ struct Backward {
       st_matrix(at, p[0], p[1], p[2], p[3]);
     }
 #endif
-    st_matrix(own, v[0], v[1], v[2], v[3]);
   }
-  __device__ __forceinline__ void run(Scheduler& sched) {
-    u32 handed[2] = {0, 0}, fetched = 0, freed = 0;       // slabs taken from each warp; buffers of P used; barrier of the slab to hand back
-    i = -1;
-    bool more = sched.locate_unit(t, READER) && advance(sched);
-    if (more) fetch(0);
-    while (more) {
-      const int row_ = row, rows_ = rows, col_ = col;
-      const u32 upper = i & 1, count = upper ? handed[1] : handed[0], buf = fetched & 1;
-      const u32 slab = p_slabs + buf * (2 * OUT_SLAB), hand = hands + (2 * warp + (count & 1)) * OUT_SLAB, bar = hand_bars + 32 * warp + 16 * (count & 1);
-#if WEIGHTED
-      w0 = next0; w1 = next1; dot0 = dot1 = 0.f;
-#endif
-      bar_wait(p_bars + 8 * buf, (fetched >> 1) & 1);
-      bar_wait(bar, (count >> 1) & 1);
-      #pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        columns(hand, slab, 2 * half); columns(hand, slab, 2 * half + 1);
-        if (half) break;
-        // By now the stores of the slab before this one have read it: hand it back and fetch P for the next one.
-        fence_async();                                     // its reads by copy_rows, before TMA writes there
-        __syncwarp();
-        if (lane == 0) { bulk_wait_read<0>(); if (freed) bar_arrive(freed); }
-        more = advance(sched);
-        if (more) fetch(buf ^ 1);
-      }
-      fence_async();
-      __syncwarp();
+  __device__ __forceinline__ void phase(u32* pend, int p) {
+    const int c = p / STEPS, step = p % STEPS, col = col0 + 64 * c;
+    u32* v = pend + 16 * c;
+    if (rows <= 0) return;
+    if (col < n) {
+      if (step == 0) fetch(col, c == 0);
+      else if (step <= 4) {
+        if (step == 1) { bar_wait(bar, parity); parity ^= 1; }
+        columns(v + 4 * (step - 1), step - 1);
+        if (step == 4) {
+          fence_async();
+          __syncwarp();
 #if EPI == 4
-      store_slab(map, d, slab, row_, rows_, col_, 0, 2, n, lane);
-      store_slab(map, d, slab + OUT_SLAB, row_, rows_, col_, 1, 2, n, lane);
+          store(map, d, slab, col, 0, 2, n);
+          store(map, d, slab + OUT_SLAB, col, 1, 2, n);
 #elif EPI == 5
-      store_slab(map, d, slab, row_, rows_, col_, 0, 1, n, lane);
+          store(map, d, slab, col, 0, 1, n);
 #else
-      store_slab(map, d, slab, row_, rows_, 2 * col_, 0, 1, 2 * n, lane);
-      if (2 * col_ + 64 < 2 * n) store_slab(map, d, slab + OUT_SLAB, row_, rows_, 2 * col_ + 64, 0, 1, 2 * n, lane);
+          store(map, d, slab, 2 * col, 0, 1, 2 * n);
+          if (2 * col + 64 < 2 * n) store(map, d, slab + OUT_SLAB, 2 * col + 64, 0, 1, 2 * n);
 #endif
-      store_slab(map_h, h, hand, row_, rows_, col_, 0, 1, n, lane);
-      if (lane == 0) bulk_commit();
-      __syncwarp();
-#if WEIGHTED
-      dot0 += __shfl_xor_sync(~0u, dot0, 1); dot0 += __shfl_xor_sync(~0u, dot0, 2);
-      dot1 += __shfl_xor_sync(~0u, dot1, 1); dot1 += __shfl_xor_sync(~0u, dot1, 2);
-      const int r = lane >> 2, blocks = (n + 63) / 64;
-      float* to = dw + (u64)(row_ + r) * blocks + col_ / 64;
-      if ((lane & 3) == 0 && r < rows_) to[0] = dot0;
-      if ((lane & 3) == 0 && r + 8 < rows_) to[8 * (u64)blocks] = dot1;
-#endif
-      freed = bar + 8;
-      if (upper) ++handed[1]; else ++handed[0];
-      ++fetched;
+          if (lane == 0) bulk_commit();
+          __syncwarp();
+        }
+      } else {
+        if (lane == 0) bulk_wait_read<0>();
+        __syncwarp();
+        fill_slab(slab, v, lane);
+        fence_async();
+        __syncwarp();
+        store(map_h, h, slab, col, 0, 1, n);
+        if (lane == 0) bulk_commit();
+        __syncwarp();
+      }
     }
-    if (lane == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
-  }
-};
+#if WEIGHTED
+    if (p == PHASES - 1 && col0 < n) {                   // the second block of an N pair can lie past the last column tile
+      float x = dot0, y = dot1;
+      x += __shfl_xor_sync(~0u, x, 1); x += __shfl_xor_sync(~0u, x, 2);
+      y += __shfl_xor_sync(~0u, y, 1); y += __shfl_xor_sync(~0u, y, 2);
+      const int r = lane >> 2, tiles = (n + BN - 1) / BN;
+      float* to = dw + (u64)(row + r) * tiles + col0 / BN;
+      if ((lane & 3) == 0 && r < rows) to[0] = x;
+      if ((lane & 3) == 0 && r + 8 < rows) to[8 * (u64)tiles] = y;
+    }
 #endif
+  }
+#endif
+};
 #endif

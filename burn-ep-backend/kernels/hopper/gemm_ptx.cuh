@@ -51,11 +51,6 @@ __device__ __forceinline__ float bf_lo(u32 v) { return __uint_as_float(v << 16);
 __device__ __forceinline__ float bf_hi(u32 v) { return __uint_as_float(v & 0xffff0000u); }
 __device__ __forceinline__ void st_matrix(u32 addr, u32 a, u32 b, u32 c, u32 d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(addr), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }
-// the 8x8 matrices transposed: lane address i of a matrix takes its column i
-__device__ __forceinline__ void st_matrix_trans(u32 addr, u32 a, u32 b, u32 c, u32 d) {
-  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" :: "r"(addr), "r"(a), "r"(b), "r"(c), "r"(d) : "memory"); }
-// the 128 threads of a warpgroup, each warpgroup its own barrier
-__device__ __forceinline__ void warpgroup_sync(int id) { asm volatile("bar.sync %0, 128;" :: "r"(id) : "memory"); }
 __device__ __forceinline__ void ld_matrix(u32 addr, u32& a, u32& b, u32& c, u32& d) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(a), "=r"(b), "=r"(c), "=r"(d) : "r"(addr) : "memory"); }
 // one warp copies (or adds) up to 16 rows x 128 bytes from its swizzled slab to the output, 16 bytes a lane; ld and cols in 16-byte units

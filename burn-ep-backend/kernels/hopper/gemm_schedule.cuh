@@ -37,9 +37,8 @@ struct Scheduler {
 #if DYN
   u32* counter; u32 queue, seq, drawn;                   // seq: queue position; drawn: the leader's next unit
 #endif
-  // The leader (thread 0 of the first block) draws the unit after this one when it learns of this one, and hands it out when it
-  // has issued nearly all loads of the one before: consumers are behind it, so nobody waits, and the loads of the next tile
-  // follow without a gap.
+  // The leader (thread 0 of the first block) asks for the unit after this one when it starts loading this one, and hands it
+  // out when it has issued all loads: consumers are behind it, so nobody waits.
   __device__ __forceinline__ bool next(Tile& t, int role) {
 #if DYN
     const u32 slot = seq & (QUEUE - 1), ph = (seq / QUEUE) & 1, full = queue + 8 * slot, empty = full + 8 * QUEUE, word = queue + 16 * QUEUE + 4 * slot;

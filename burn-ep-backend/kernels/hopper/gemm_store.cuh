@@ -11,32 +11,7 @@ __device__ __forceinline__ void fill_slab(u32 slab, const u32* v, int lane) {
   #pragma unroll
   for (int j = 0; j < 4; ++j) st_matrix(slab_addr(slab, j, lane), v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]); }
 
-#if TRANS
-#define PHASES CHUNKS
-// Stores a tile transposed, 64 columns of it at a time: a warpgroup has 64 rows of the tile, whose columns become rows of 128
-// bytes in a slab of its four warps.
-struct Writer {
-  const TensorMap* map; u32 slab; int n, lane, warp, id, buf, row, rows, col0, group;   // warp: of the warpgroup; id: its barrier; row, rows: of the warpgroup
-  __device__ __forceinline__ void phase(u32* pend, int c) {
-    const u32* v = pend + 16 * c;
-    const int col = col0 + c * 64;
-    if (rows <= 0 || col >= n) return;                   // the same in the whole warpgroup
-    const u32 dst = slab + buf * (4 * OUT_SLAB);
-    const bool leader = warp == 0 && lane == 0;
-    if (leader) bulk_wait_read<OUT_BUFS - 1>();
-    warpgroup_sync(id);
-    #pragma unroll
-    for (int j = 0; j < 4; ++j) {                        // matrices (rows 0-7 | 8-15) of columns 16 j .. + 7, then of the next 8 columns
-      const u32 r = 16 * j + 8 * (lane >> 4) + (lane & 7), chunk = 2 * warp + ((lane >> 3) & 1);
-      st_matrix_trans(dst + r * 128 + ((chunk ^ (r & 7)) << 4), v[4 * j], v[4 * j + 1], v[4 * j + 2], v[4 * j + 3]);
-    }
-    fence_async();
-    warpgroup_sync(id);
-    if (leader) { tma_store_3d(map, dst, row, col, group); bulk_commit(); }   // TMA clips both widths
-    buf ^= 1;
-  }
-};
-#elif !EPI
+#if !EPI
 #define PHASES CHUNKS
 // Stores a tile in PHASES pieces, each behind a k block of the next tile.
 struct Writer {

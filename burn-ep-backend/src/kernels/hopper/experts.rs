@@ -2,8 +2,8 @@
 //! behind the products (`kernels/hopper/gemm_experts.cuh`).
 //!
 //! Transient memory in bytes for R rows, beside the result: forward `2 R (F + D)` (activation and down product), backward
-//! `2 R (F_up + F + D)` with `F_up = F * up_factor` (gradient of the up product, weighted activation, input gradient) and the
-//! weight gradients.
+//! `2 R (F_up + F + D)` with `F_up = F * up_factor` (gradient of the up product, weighted activation, and one after the other
+//! permuted gradient, permuted input, input gradient) and the weight gradients.
 
 use burn_backend::{DType, TensorMetadata};
 use burn_cubecl::kernel::cast;
@@ -61,8 +61,6 @@ fn forward_config(activation: ExpertActivation, n: usize, bias: bool) -> Config 
 /// Gradient of the activation and its backward, fused.
 fn backward_config(activation: ExpertActivation, f: usize, weighted: bool) -> Config {
     Config {
-        // with 256 columns a tile the fourth warpgroup would not have registers
-        bn: 192,
         gather: true,
         epilogue: Epilogue::of(activation).backward,
         weighted,
@@ -133,7 +131,7 @@ pub struct ActivationGrads {
     pub up: CudaTensor,
     /// `[R, F]`: activation times routing weight.
     pub weighted_act: CudaTensor,
-    /// `[R, blocks of 64 columns]` fp32, whose sum over the blocks is `<grad_act, act>`.
+    /// `[R, column tiles]` fp32, whose sum over the tiles is `<grad_act, act>`.
     pub weight_parts: Option<CudaTensor>,
 }
 
@@ -157,7 +155,7 @@ pub fn activation_backward(
     let out = ActivationGrads {
         up: raw::empty(grad, &[r, f_up], DType::BF16),
         weighted_act: raw::empty(grad, &[r, f], DType::BF16),
-        weight_parts: config.weighted.then(|| raw::empty(grad, &[r, f.div_ceil(64)], DType::F32)),
+        weight_parts: config.weighted.then(|| raw::empty(grad, &[r, f.div_ceil(config.bn)], DType::F32)),
     };
     let product = |tensor: &CudaTensor| row_map(tensor, r, epilogue.halves, f_up / epilogue.halves);
     let maps = vec![
@@ -256,7 +254,10 @@ where
         .up_bias
         .as_ref()
         .map(|bias| portable::sum_rows(grads.up.clone(), &rows, bias.dtype));
-    let [down, up] = weight_grads(&grad, &x, &slots, top_k, grads.weighted_act, grads.up.clone(), &offsets);
+    let rows = permute::permute(grad, slots.clone(), top_k);
+    let down = gemm::grouped_grad_weight(rows, grads.weighted_act, offsets.clone());
+    let rows = permute::permute(x, slots, top_k);
+    let up = gemm::grouped_grad_weight(grads.up.clone(), rows, offsets.clone());
     let grad_rows = gemm::grouped(Product::GradRows, grads.up, experts.up.clone(), offsets);
     ExpertMlpGrads {
         x_td: permute::unpermute(grad_rows, order.positions_r.clone(), None, None, top_k),
@@ -266,23 +267,6 @@ where
         down,
         down_bias,
     }
-}
-
-/// Gradients `[E, D, F]` of the down and `[E, F_up, D]` of the up weights, both with the rows of a `[T, D]` matrix gathered
-/// while they are loaded; dense inputs, as [`supports`] says.
-pub fn weight_grads(
-    grad: &CudaTensor,
-    x: &CudaTensor,
-    slots: &CudaTensor,
-    top_k: usize,
-    weighted_act: CudaTensor,
-    grad_up: CudaTensor,
-    offsets: &CudaTensor,
-) -> [CudaTensor; 2] {
-    [
-        gemm::gathered_grad_weight(grad, slots, top_k, weighted_act, offsets, false),
-        gemm::gathered_grad_weight(x, slots, top_k, grad_up, offsets, true),
-    ]
 }
 
 /// Every kernel variant this file can launch, for compile checks without a GPU.

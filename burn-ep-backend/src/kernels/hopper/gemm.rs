@@ -41,10 +41,9 @@ pub struct Config {
     pub(super) bn: usize,
     pub(super) stages: usize,
     pub(super) cluster: u32,
-    /// Row r of the left operand is row `slots[r] / top_k` of the given matrix.
+    /// Row r of the left operand is row `slots[r] / top_k` of the given matrix. Not for weight gradients: there a gather
+    /// took 1.8 times as long as the plain product on an H200, more than the product of a permuted copy and the copy.
     pub(super) gather: bool,
-    /// Store a weight gradient as `[E, N, M]`.
-    pub(super) transposed: bool,
     /// `EPI` of `gemm_experts.cuh`, 0 for none.
     pub(super) epilogue: u32,
     /// Add an fp32 bias before the activation.
@@ -78,7 +77,6 @@ impl Config {
             stages: 4,
             cluster: 2,
             gather: false,
-            transposed: false,
             epilogue: 0,
             bias: false,
             weighted: false,
@@ -90,15 +88,8 @@ impl Config {
         if self.bn.is_multiple_of(128) { 64 } else { 32 }
     }
 
-    /// Has a backward epilogue, which a warpgroup of its own computes.
-    fn is_backward(self) -> bool {
-        self.epilogue >= 4
-    }
-
     fn smem(self, groups: usize) -> usize {
-        // slabs of the up product and barriers
-        let backward = if self.is_backward() { 16 * 2048 + 320 } else { 0 };
-        self.stages * (128 + self.bn) * 128 + 2 * 8 * 2048 + 256 + 4 * (groups + 1) + backward
+        self.stages * (128 + self.bn) * 128 + 2 * 8 * 2048 + 256 + 4 * (groups + 1)
     }
 
     /// The kernel with its defines.
@@ -109,29 +100,22 @@ impl Config {
             Product::GradWeight => (1, 0),
         };
         let gather = u32::from(self.gather);
-        // A backward epilogue has few phases, after each of which another warpgroup has work for several k blocks.
-        let spread = if self.is_backward() { 64 } else { 4 };
-        let [trans, bias, weighted] = [self.transposed, self.bias, self.weighted].map(u32::from);
+        // A fused epilogue has many phases already, so that one k block between two is enough.
+        let spread = if self.epilogue == 0 { 4 } else { 1 };
+        let (bias, weighted) = (u32::from(self.bias), u32::from(self.weighted));
         let defines = format!(
-            "#define WGRAD {wgrad}\n#define B_MN {b_mn}\n#define GATHER {gather}\n#define TRANS {trans}\n#define BN {}\n#define STAGES {}\n#define CLUSTER {}\n\
+            "#define WGRAD {wgrad}\n#define B_MN {b_mn}\n#define GATHER {gather}\n#define BN {}\n#define STAGES {}\n#define CLUSTER {}\n\
              #define OUT_BUFS 2\n#define F32 0\n#define ACC 0\n#define EPI {}\n#define BIAS {bias}\n#define WEIGHTED {weighted}\n\
              #define DYN 1\n#define SPREAD {spread}\n#define PROFILE 0\n#define ENTRY {ENTRY}\n",
             self.bn, self.stages, self.cluster, self.epilogue
         );
-        let threads = if self.is_backward() { 512 } else { 384 };
-        RawKernel::new(defines + &SOURCE.concat(), ENTRY, threads, self.smem(groups))
+        RawKernel::new(defines + &SOURCE.concat(), ENTRY, 384, self.smem(groups))
     }
 }
 
 /// Whether the kernel can run a problem of these widths and this many groups.
 pub fn supports(widths: [usize; 2], groups: usize) -> bool {
-    let plain = Config::new(Product::Forward, 256);
-    let backward = Config {
-        bn: 192,
-        epilogue: 4,
-        ..plain
-    };
-    widths.iter().all(|w| *w > 0 && w.is_multiple_of(8)) && plain.smem(groups).max(backward.smem(groups)) <= MAX_SMEM
+    widths.iter().all(|w| *w > 0 && w.is_multiple_of(8)) && Config::new(Product::Forward, 256).smem(groups) <= MAX_SMEM
 }
 
 /// Rows of a matrix up to a limit that the kernel chooses per group; see `load_rows` in the source.
@@ -211,48 +195,6 @@ pub fn grouped_grad_weight(grad: CudaTensor, rows: CudaTensor, offsets: CudaTens
     out
 }
 
-/// `sum over the rows of each group of tokens[slots[r] / top_k, M]^T · rows[r, N]`, `[E, M, N]` or, `transposed`, `[E, N, M]`;
-/// zeros for empty groups. `tokens [T, M]`, `slots` and `offsets` are dense; there must be rows.
-pub(super) fn gathered_grad_weight(
-    tokens: &CudaTensor,
-    slots: &CudaTensor,
-    top_k: usize,
-    rows: CudaTensor,
-    offsets: &CudaTensor,
-    transposed: bool,
-) -> CudaTensor {
-    let rows = mappable(rows);
-    let ([t, m], [_, n]) = (tokens.shape().dims::<2>(), rows.shape().dims::<2>());
-    let groups = offsets.shape().num_elements() - 1;
-    let config = Config {
-        gather: true,
-        transposed,
-        ..Config::new(Product::GradWeight, n)
-    };
-    let shape = if transposed { [groups, n, m] } else { [groups, m, n] };
-    let out = raw::empty(tokens, &shape, DType::BF16);
-    let maps = vec![
-        dense_map(&tokens.handle, &[t, m], &[64, 64], MapElem::Bf16),
-        ragged_map(&rows, config.box_k()),
-        if transposed {
-            dense_map(&out.handle, &shape, &[1, 64, 64], MapElem::Bf16)
-        } else {
-            dense_map(&out.handle, &[groups * m, n], &[16, 64], MapElem::Bf16)
-        },
-    ];
-    let counter = queue_counter(tokens);
-    let sizes = Sizes {
-        groups,
-        m,
-        n,
-        stride: m,
-        top_k,
-        ..Sizes::default()
-    };
-    launch(config, tokens, maps, &[&offsets.handle, &slots.handle, &counter], sizes);
-    out
-}
-
 pub(super) fn launch(config: Config, like: &CudaTensor, maps: Vec<TensorMapBinding>, buffers: &[&Handle], sizes: Sizes) {
     /// Row tiles of a band in which blocks share operands through L2.
     const RASTER: u64 = 8;
@@ -276,17 +218,8 @@ pub(super) fn launch(config: Config, like: &CudaTensor, maps: Vec<TensorMapBindi
 /// Every kernel variant this file can launch, for compile checks without a GPU.
 pub fn variants() -> Vec<RawKernel> {
     let products = [Product::Forward, Product::GradRows, Product::GradWeight];
-    let gathered = [false, true].into_iter().flat_map(|transposed| {
-        [2048, 2880].map(|n| Config {
-            gather: true,
-            transposed,
-            ..Config::new(Product::GradWeight, n)
-        })
-    });
     products
         .into_iter()
-        .flat_map(|product| [2048, 2880].map(|n| Config::new(product, n)))
-        .chain(gathered)
-        .map(|config| config.kernel(8))
+        .flat_map(|product| [2048, 2880].map(|n| Config::new(product, n).kernel(8)))
         .collect()
 }
