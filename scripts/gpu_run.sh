@@ -49,20 +49,19 @@ PY
 export LD_LIBRARY_PATH=$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}
 export BURN_MOE_FIXTURES=$home/fixtures BURN_MOE_ASSETS=$home/assets BENCHES=$home/benches
 export CUBECL_AUTOTUNE_LEVEL=${CUBECL_AUTOTUNE_LEVEL:-minimal}
-# Compiled kernels and tuning results outlive the process, and so do those of the driver. CubeCL finds kernels by name, so what it
-# keeps belongs to this bundle.
-cache=$work/cache/$(cat "$home"/bin/* | cksum | tr ' ' -)
+# Compiled kernels outlive the process, and so do those of the driver. CubeCL finds kernels by name: binaries of different builds must
+# not share what it keeps. The programs take a folder for each executable by themselves, the op tests get theirs here.
+export BURN_MOE_KERNEL_CACHE=${BURN_MOE_KERNEL_CACHE:-$work/cache/kernels}
 export CUDA_CACHE_PATH=${CUDA_CACHE_PATH:-$work/cache/driver} CUDA_CACHE_MAXSIZE=${CUDA_CACHE_MAXSIZE:-4294967296}
-cat >"$work/run/cubecl.toml" <<TOML
-[compilation]
-cache = { file = "$cache" }
-[autotune]
-cache = { file = "$cache" }
-TOML
+mkdir -p "$work/ops"
+tests=$work/cache/$(cksum <"$home/bin/gpu" | tr ' ' -)
+printf '[autotune]\ncache = { file = "%s" }\n' "$work/cache/tuning" >"$work/run/cubecl.toml"
+printf '[compilation]\ncache = { file = "%s" }\n[autotune]\ncache = { file = "%s" }\n' "$tests" "$tests" >"$work/ops/cubecl.toml"
 cd "$work/run" || exit 1
 
 if [ "${1:-}" = "--" ]; then
   shift
+  [ "${1##*/}" != gpu ] || cd "$work/ops" || exit 1
   PATH=$home/bin:$PATH exec "$@"
 fi
 
@@ -76,8 +75,10 @@ stage() {
   local override="LIMIT_${name^^}"
   override=${override//[^A-Z_]/_}
   limit=${!override:-$limit}
+  [ "${1##*/}" != gpu ] || cd "$work/ops" || exit 1
   timeout -k 5 "$limit" "$@" >"$results/$name.log" 2>&1
   rc=$?
+  [ "${1##*/}" != gpu ] || cd "$work/run" || exit 1
   case $rc in
     0) verdict=PASS ;;
     124 | 137) verdict=TIMEOUT ;;
