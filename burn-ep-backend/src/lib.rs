@@ -24,6 +24,7 @@ mod init;
 #[cfg(feature = "cuda")]
 pub mod kernels;
 pub mod ops;
+mod prims;
 pub mod reference;
 mod scoped;
 #[cfg(test)]
