@@ -11,11 +11,13 @@ use burn::module::{Module, ModuleMapper, Param, ParamId};
 use burn::tensor::backend::AutodiffBackend;
 use burn::tensor::{DType, FloatDType, IntDType, Shape, Tensor, TensorData, TensorMetadata, TensorPrimitive};
 use burn_backend::tensor::FloatTensor;
+use burn_ep_backend::comm::EpGroup;
 use burn_ep_backend::reference::adamw8;
 use burn_ep_backend::{AdamW8Prim, AdamWDesc, AdamWPrim, Block8Prim, Init, InitDesc, MoeBackend, stream_key};
 use serde::{Deserialize, Serialize};
 
 use super::{GradStore, ParamGroup, ParamInfo, ParamTable, ResolvedGroups, Shard, Shards};
+use super::{global_norm, reduce_gradients, reduce_to_shards, sharded_norm};
 use crate::error::{Error, Result};
 
 /// Dtype of the moments.
@@ -152,6 +154,22 @@ impl<B: MoeBackend> AdamW<B> {
     /// How the state is dealt over ranks; None when each rank keeps all of its own.
     pub fn shards(&self) -> Option<&Shards> {
         self.shards.as_ref()
+    }
+
+    /// Sums the gradients over ranks, into this optimizer's shares if it has any; see [`reduce_gradients`] and [`reduce_to_shards`].
+    pub(crate) fn reduce(&self, grads: &mut GradStore<B>, table: &ParamTable, ep: Option<&EpGroup>, device: &B::Device) -> Result<()> {
+        match (&self.shards, ep) {
+            (Some(shards), Some(ep)) => reduce_to_shards(grads, table, ep, shards, device),
+            _ => reduce_gradients(grads, table, ep, device),
+        }
+    }
+
+    /// Norm of the gradients that [`AdamW::reduce`] leaves, the same on every rank.
+    pub(crate) fn norm(&self, grads: &GradStore<B>, table: &ParamTable, ep: Option<&EpGroup>) -> Result<f64> {
+        match &self.shards {
+            Some(shards) => sharded_norm(grads, table, shards),
+            None => global_norm(grads, table, ep),
+        }
     }
 
     pub(crate) fn shard(&self, info: &ParamInfo) -> Option<Shard> {

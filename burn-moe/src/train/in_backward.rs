@@ -13,10 +13,7 @@ use super::update::UNCHANGED;
 use super::{Segment, TrainBackend, TrainableLm, Trainer};
 use crate::batch::HostBatch;
 use crate::error::{Error, Result};
-use crate::optim::{
-    AdamW, GradStore, ParamTable, global_norm, reduce_gradients, reduce_to_shards, running_clip_factor, running_norm, scale_of_norm,
-    sharded_norm, sum_squares,
-};
+use crate::optim::{AdamW, GradStore, ParamTable, running_clip_factor, running_norm, scale_of_norm, sum_squares};
 
 /// A segment whose update is queued.
 struct Done {
@@ -33,6 +30,8 @@ struct InBackward<'a, B: TrainBackend, M> {
     table: &'a ParamTable,
     device: &'a B::Device,
     ep: Option<&'a EpGroup>,
+    /// Number of this step, for errors.
+    step: u64,
     lr: f64,
     max_grad_norm: Option<f64>,
     running_norm: Option<f64>,
@@ -74,10 +73,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> SegmentSink<B, M> for InBackward<'_, B,
         }
         let scale = match self.ep {
             Some(ep) => {
-                match self.optimizer.shards() {
-                    Some(shards) => reduce_to_shards(&mut self.grads, self.table, ep, shards, self.device)?,
-                    None => reduce_gradients(&mut self.grads, self.table, Some(ep), self.device)?,
-                }
+                self.optimizer.reduce(&mut self.grads, self.table, Some(ep), self.device)?;
                 self.scale_over_ranks(segment, ep)?
             }
             None => self.scale_on_device(),
@@ -113,15 +109,12 @@ impl<B: TrainBackend, M: TrainableLm<B>> InBackward<'_, B, M> {
 
     /// The same factor on every rank; None is 1.
     fn scale_over_ranks(&mut self, segment: Segment, ep: &EpGroup) -> Result<Option<Tensor<B::InnerBackend, 1>>> {
-        let norm = match self.optimizer.shards() {
-            Some(shards) => sharded_norm(&self.grads, self.table, shards)?,
-            None => global_norm(&self.grads, self.table, Some(ep))?,
-        };
+        let norm = self.optimizer.norm(&self.grads, self.table, Some(ep))?;
         self.square_over_ranks += norm * norm;
         let norm = self.square_over_ranks.sqrt();
         if !norm.is_finite() {
             return Err(Error::Training {
-                step: 0,
+                step: self.step,
                 why: refused(segment, &self.done, norm),
             });
         }
@@ -171,6 +164,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
             table: &self.table,
             device: &self.device,
             ep,
+            step: self.step + 1,
             lr,
             max_grad_norm: self.config.max_grad_norm,
             running_norm: self.running_norm,
@@ -190,12 +184,8 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
             ..
         } = sink;
         self.model = model;
-        let stats = stats.map_err(|error| match error {
-            Error::Training { why, .. } => Error::Training { step: self.step + 1, why },
-            error => error,
-        })?;
         let mut sums = StepSums::new();
-        sums.add(stats);
+        sums.add(stats?);
 
         let squares = (!squares.is_empty()).then(|| Tensor::cat(squares, 0));
         let (totals, squares) = sums.totals(ep, squares)?;

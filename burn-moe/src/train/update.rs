@@ -10,7 +10,7 @@ use super::{StepSettings, TrainBackend, TrainableLm, Trainer, forward_backward, 
 use crate::batch::HostBatch;
 use crate::error::{Error, Result};
 use crate::loss::label_scale;
-use crate::optim::{GradStore, clip_factor, clip_scale, global_norm, reduce_gradients, reduce_to_shards, sharded_norm};
+use crate::optim::{GradStore, clip_factor, clip_scale};
 
 /// Steps from one measurement of the update's part of the time to the next.
 const UPDATE_TIME_EVERY: u64 = 50;
@@ -68,10 +68,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
                 &mut no_hook,
             )?);
         }
-        match (self.optimizer.shards(), &self.ep) {
-            (Some(shards), Some(ep)) => reduce_to_shards(&mut grads, &self.table, ep, shards, &self.device)?,
-            _ => reduce_gradients(&mut grads, &self.table, self.ep.as_ref(), &self.device)?,
-        }
+        self.optimizer.reduce(&mut grads, &self.table, self.ep.as_ref(), &self.device)?;
         Ok((grads, sums))
     }
 
@@ -104,10 +101,7 @@ impl<B: TrainBackend, M: TrainableLm<B>> Trainer<B, M> {
         lr: f64,
     ) -> Result<(StepTotals, f64)> {
         let (totals, _) = sums.totals(self.ep.as_ref(), None)?;
-        let grad_norm = match self.optimizer.shards() {
-            Some(shards) => sharded_norm(grads, &self.table, shards)?,
-            None => global_norm(grads, &self.table, self.ep.as_ref())?,
-        };
+        let grad_norm = self.optimizer.norm(grads, &self.table, self.ep.as_ref())?;
         self.check_totals(&totals, labels, grad_norm, UNCHANGED)?;
         let factor = self.config.max_grad_norm.map_or(1.0, |max| clip_factor(grad_norm, max));
         let scale = Tensor::from_data(TensorData::new(vec![factor as f32], [1]), (&self.device, DType::F32));
