@@ -36,13 +36,19 @@ pub struct DeviceMemory {
 /// Why the driver cannot tell.
 #[cfg(feature = "cuda")]
 pub fn visible_gpus() -> Result<usize, String> {
-    use cudarc::driver::result;
+    init_driver()?;
+    let count = cudarc::driver::result::device::get_count();
+    count.map(|count| count.max(0) as usize).map_err(|error| format!("{error:?}"))
+}
+
+/// Before the first call of the driver; calling it again does nothing.
+#[cfg(feature = "cuda")]
+fn init_driver() -> Result<(), String> {
     // SAFETY: opens and closes the driver library; its initialisers touch nothing of ours.
     if !unsafe { cudarc::driver::sys::is_culib_present() } {
         return Err("no driver (libcuda is not on the library path)".into());
     }
-    let count = result::init().and_then(|()| result::device::get_count());
-    count.map(|count| count.max(0) as usize).map_err(|error| format!("{error:?}"))
+    cudarc::driver::result::init().map_err(|error| format!("{error:?}"))
 }
 
 #[cfg(feature = "cuda")]
@@ -52,11 +58,7 @@ mod kernel_cache;
 #[cfg(feature = "cuda")]
 pub fn gpu_memory(ordinal: usize) -> Option<u64> {
     use cudarc::driver::result;
-    // SAFETY: opens and closes the driver library; its initialisers touch nothing of ours.
-    if !unsafe { cudarc::driver::sys::is_culib_present() } {
-        return None;
-    }
-    result::init().ok()?;
+    init_driver().ok()?;
     let device = result::device::get(i32::try_from(ordinal).ok()?).ok()?;
     // SAFETY: the driver has just returned this device.
     unsafe { result::device::total_mem(device) }.ok().map(|bytes| bytes as u64)
