@@ -75,8 +75,7 @@ impl Shape {
         let backward = || B::flash_attention_backward(prim(&grad), prim(&q), prim(&k), prim(&v), sink.clone(), &mask, &out, &desc);
         let products = self.pairs() * self.heads as f64 * 2.0;
         let forward = seconds(|| drop(forward()));
-        // the split backward, where that is not the usual one anyway
-        let split = with_deterministic(true, || seconds(|| drop(backward())));
+        let deterministic = with_deterministic(true, || seconds(|| drop(backward())));
         let backward = seconds(|| drop(backward()));
         let backward_products = products * (3 * self.dk + 2 * self.dv) as f64;
         println!(
@@ -86,8 +85,8 @@ impl Shape {
             products * (self.dk + self.dv) as f64 / forward / 1e12,
             backward * 1e6,
             backward_products / backward / 1e12,
-            split * 1e6,
-            backward_products / split / 1e12,
+            deterministic * 1e6,
+            backward_products / deterministic / 1e12,
         );
     }
 }

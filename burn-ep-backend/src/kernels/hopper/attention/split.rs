@@ -76,7 +76,8 @@ pub(super) fn variants() -> Vec<RawKernel> {
     let mut all = Vec::new();
     for dim in [64, 128] {
         let tile = Tile { dk: dim, dv: dim };
-        for masked in 0..3 {
+        // small windows hide keys: by tables or by positions, never only by causality
+        for masked in [1, 2] {
             all.extend([queries_kernel, keys_kernel].map(|kernel| kernel(tile, masked, DType::BF16)));
         }
     }
