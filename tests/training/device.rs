@@ -9,13 +9,18 @@ use burn_moe_models::benchmark::Preset;
 use burn_moe_models::{AutoConfig, AutoModelForCausalLm, FromConfigOptions};
 
 /// A preset whose widths fit the fast kernels, in bf16.
-fn trainer(preset: &str, steps: u64) -> Trainer<Train, AutoModelForCausalLm<Train>> {
+pub fn model(preset: &str, seed: u64) -> AutoModelForCausalLm<Train> {
     let config = Preset::find(preset).unwrap().config(None, None).unwrap();
     let options = FromConfigOptions {
         dtype: Some(FloatDType::BF16),
-        ..FromConfigOptions::default()
+        seed,
+        ep: None,
     };
-    let model = AutoModelForCausalLm::from_config(&config, &options, &Device::default()).unwrap();
+    AutoModelForCausalLm::from_config(&config, &options, &Device::default()).unwrap()
+}
+
+fn trainer(preset: &str, steps: u64) -> Trainer<Train, AutoModelForCausalLm<Train>> {
+    let model = model(preset, 0);
     let config = TrainerConfig {
         steps,
         ..TrainerConfig::default()
@@ -23,7 +28,8 @@ fn trainer(preset: &str, steps: u64) -> Trainer<Train, AutoModelForCausalLm<Trai
     Trainer::new(model, config, Device::default(), None).unwrap()
 }
 
-fn batch(seq: usize, seed: usize) -> HostBatch {
+/// Two rows of so many tokens.
+pub fn batch(seq: usize, seed: usize) -> HostBatch {
     let ids: Vec<i32> = (0..2 * seq).map(|i| ((i * i * 31 + seed * 7) % 512) as i32).collect();
     HostBatch {
         batch: 2,

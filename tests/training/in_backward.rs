@@ -13,9 +13,8 @@ use burn_moe::batch::HostBatch;
 use burn_moe::optim::{AdamWConfig, GradStore, MomentDType, ParamGroup, ParamTable, RouterBiasConfig};
 use burn_moe::train::{Decay, Recompute, RepeatSource, Schedule, StepSettings, TrainableLm, Trainer, TrainerConfig};
 use burn_moe::train::{forward_backward, no_hook};
-use burn_moe_models::benchmark::Preset;
-use burn_moe_models::{AutoModelForCausalLm, FromConfigOptions};
 
+use super::device::{batch, model};
 use super::step::snapshot;
 use super::toy::{B, Dense, Inner, Mixer, ToyConfig, ToyLm, Weight, random_batch};
 
@@ -139,27 +138,6 @@ fn the_update_is_that_after_the_backward() {
     compare("8-bit moments", || tied(FloatDType::BF16), &every_part(eight), &batches());
 }
 
-fn tiny(preset: &str) -> AutoModelForCausalLm<Train> {
-    let config = Preset::find(preset).unwrap().config(None, None).unwrap();
-    let options = FromConfigOptions {
-        dtype: Some(FloatDType::BF16),
-        seed: 7,
-        ep: None,
-    };
-    AutoModelForCausalLm::from_config(&config, &options, &Device::default()).unwrap()
-}
-
-fn text(seq: usize, seed: usize) -> HostBatch {
-    let ids: Vec<i32> = (0..2 * seq).map(|i| ((i * i * 31 + seed * 7) % 512) as i32).collect();
-    HostBatch {
-        batch: 2,
-        seq,
-        labels: ids.clone(),
-        input_ids: ids,
-        ..HostBatch::default()
-    }
-}
-
 #[test]
 fn families_train_as_with_the_update_after_the_backward() {
     let optimizer = AdamWConfig {
@@ -172,9 +150,9 @@ fn families_train_as_with_the_update_after_the_backward() {
         recompute: Recompute::First(1),
         ..config(optimizer)
     };
-    let batches: Vec<_> = (0..3).map(|seed| text(24, seed)).collect();
+    let batches: Vec<_> = (0..3).map(|seed| batch(24, seed)).collect();
     for preset in ["tiny_qwen3_moe", "tiny_nemotron_h"] {
-        compare(preset, || tiny(preset), &config, &batches);
+        compare(preset, || model(preset, 7), &config, &batches);
     }
 }
 
@@ -279,10 +257,10 @@ fn a_step_waits_for_the_device_once() {
             optimizer_in_backward: true,
             ..config(AdamWConfig::default())
         };
-        let mut trainer = Trainer::<Train, _>::new(tiny(preset), settings, Device::default(), None).unwrap();
+        let mut trainer = Trainer::<Train, _>::new(model(preset, 7), settings, Device::default(), None).unwrap();
         for seed in 0..2 {
             let before = host_reads();
-            trainer.train_step(&[text(32, seed)]).unwrap();
+            trainer.train_step(&[batch(32, seed)]).unwrap();
             assert_eq!(host_reads() - before, 1, "{preset}");
         }
     }
@@ -323,7 +301,7 @@ fn parameters_and_moments_stay_where_they_are() {
     let toy: ToyLm<B> = ToyConfig::default().init(5);
     check("toy", toy, batches());
     for preset in ["tiny_qwen3_moe", "tiny_nemotron_h", "tiny_gpt_oss"] {
-        check(preset, tiny(preset), (0..3).map(|seed| text(24, seed)).collect());
+        check(preset, model(preset, 7), (0..3).map(|seed| batch(24, seed)).collect());
     }
 }
 

@@ -22,15 +22,7 @@ fn train<B: MoeBackend>(shape: [usize; 2], (dtypes, master): Dtypes, shared: boo
     let scale = Tensor::<B, 1>::full([1], 0.5, &device);
     let first = shared.then(|| state.clone());
     for step in 1..=3 {
-        let desc = AdamWDesc {
-            lr: 1e-2,
-            beta1: 0.9,
-            beta2: 0.99,
-            eps: 1e-8,
-            weight_decay: 0.1,
-            step,
-            stochastic_rounding: None,
-        };
+        let desc = desc(step);
         let grad = float::<B, 2>(shape, 10 + step, step == 2, grad);
         let scale = (step > 1).then(|| scale.clone());
         state = adamw_step(state, grad, scale, &desc).expect("valid settings");
@@ -171,7 +163,7 @@ fn eight_bit_steps<B: MoeBackend>(shape: [usize; 2], dtype: FloatDType, master: 
     for step in 1..=20 {
         let (grad, scale) = eight_bit_gradient::<B>(shape, step, dtype);
         let scale = scale.map(|scale| scale.into_primitive().tensor());
-        state = B::adamw8_step(state, prim(grad), scale, &eight_bit_desc(step));
+        state = B::adamw8_step(state, prim(grad), scale, &desc(step));
     }
     let values = |p| host(Tensor::<B, 2>::from_primitive(TensorPrimitive::Float(p)));
     let moments = [(state.m, true), (state.v, false)].map(|(block, signed)| {
@@ -181,7 +173,7 @@ fn eight_bit_steps<B: MoeBackend>(shape: [usize; 2], dtype: FloatDType, master: 
     (values(state.master.unwrap_or(state.param)), moments)
 }
 
-fn eight_bit_desc(step: u64) -> AdamWDesc {
+fn desc(step: u64) -> AdamWDesc {
     AdamWDesc {
         lr: 1e-2,
         beta1: 0.9,
@@ -256,7 +248,7 @@ fn eight_bit_moments_stay_near_those_in_fp32() {
     };
     for step in 1..=20 {
         let (grad, scale) = eight_bit_gradient::<GpuInner>(shape, step, dtype);
-        exact = adamw_step(exact, grad, scale, &eight_bit_desc(step)).expect("valid settings");
+        exact = adamw_step(exact, grad, scale, &desc(step)).expect("valid settings");
     }
     let (_, [(_, m), (_, v)]) = eight_bit_steps::<GpuInner>(shape, dtype, false);
     for (name, found, exact, beta) in [("m", m, host(exact.m), 0.9f64), ("v", v, host(exact.v), 0.99)] {
